@@ -1,313 +1,188 @@
-"""Run ``fedgen debug``: detect inverted images at some clients from samples of private generators,
-without access to the images ("GS-WGAN", sections 5.4 and C.2).
+"""Run ``fedgen debug``: find clients whose images differ from those of others, from one noisy sum
+of each client, without access to the images.
 
-Clients with low accuracy of a classifier are *suspect*, those with high accuracy *normal*. Each
-group trains several generators, so that differences between groups can be separated from noise. A
-client belongs to one part of one group and responds to one generator only. All parts have the same
-size and noise; clients left over in the larger group are excluded.
+With ``method=client_statistics``, the default, clients are compared one by one. With a method that
+trains a generator, ``fedgen.commands.debug_groups`` compares two groups of clients as in the paper
+of GS-WGAN.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
-from math import comb
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
+from fedgen.commands import debug_groups
+from fedgen.commands.debug_groups import check_place, part_config, write_start
 from fedgen.config import validation
-from fedgen.data.corruption import invert_images, sample_bugged_clients
-from fedgen.data.datasets import Dataset
-from fedgen.data.partition import Index
 from fedgen.errors import FedgenError, Interrupted
-from fedgen.evaluation.judge import evaluation_net
-from fedgen.evaluation.polarity import LEVEL, Samples, Verdict, typical, verdict
-from fedgen.evaluation.utility import outputs
+from fedgen.evaluation.client_comparison import FEWEST, Comparison, Explanation, compare
+from fedgen.models.client_statistics import NOISE, StatisticsSpace, mean_images
 from fedgen.privacy.events import Unit
-from fedgen.randomness import RandomStreams
-from fedgen.reporting.figures import sample_grid
+from fedgen.reporting.figures import contact_sheet
 from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
-from fedgen.run.generator import draw_samples, load_generator
+from fedgen.run.generator import PublishedGenerator, load_generator
 from fedgen.run.worker_pool import complete
-from fedgen.storage.folders import make_folder
-from fedgen.storage.io import cache, check_no_links, is_temporary, write_atomic
-from fedgen.storage.run_dir import SERVER_SIDE, RunDir
+from fedgen.storage.io import check_no_links
+from fedgen.storage.run_dir import RunDir
 
-GROUPS = ("suspect", "normal")
-_COLUMNS = 10  # samples per group and row of the picture
-_SETTINGS_FILE = "debug.json"  # settings of a directory of fedgen debug
-
-
-@dataclass(frozen=True)
-class Split:
-    """Numbers of clients by role: reserved clients, whose clean images train the classifier, and
-    the groups, each in as many parts of equal size as there are generators, because the noise
-    depends on the size.
-
-    bugged: (clients,), true for clients with the bug, which would not be known in practice.
-    accuracies: (clients,), accuracy of the classifier on the images of each client; NaN for
-        reserved clients.
-    """
-
-    reserved: NDArray[np.int64]
-    groups: dict[str, list[NDArray[np.int64]]]
-    bugged: NDArray[np.bool_]
-    accuracies: NDArray[np.float64]
+_METHOD = "client_statistics"
+_RUN = "statistics"  # folder of the run
+_SHEET_CLIENTS, _SHEET_LABELS = 24, 12
+_LISTED = 20  # clients in the output
+_CLEAR_CLIENT = 2.0  # standard deviations of noise that the number of images has to exceed
 
 
 def debug(config: DictConfig) -> str:
-    """Split the clients, train the missing generators, and compare their samples; return the result
-    as text. With the same ``run_dir``, it resumes.
+    """Release the statistics of each client, and return which clients differ and why, as text.
+    With the same ``run_dir``, it resumes.
 
     Raises:
-        FedgenError: for an invalid setting.
-        Interrupted: if it was asked to end; the runs keep their checkpoints.
+        FedgenError: for an invalid setting, or too few clients or images.
+        Interrupted: if it was asked to end; the run keeps its checkpoint.
     """
-    _check(config)
+    if config.method.type != _METHOD:
+        return debug_groups.debug(config)
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     check_no_links(place, "run_dir")
-    _check_place(config, place)
-    validation.check(_part_config(config, None, place))
-    held, clients = setup.partitioned_data(config)
-    # no part is larger: refuse invalid settings before minutes of work
-    most = np.arange(
-        max(2, (len(clients) - config.debug.reserved_clients) // (2 * config.debug.generators))
-    )
-    if len(clients) > 1:
-        unit = setup.setup(_part_config(config, most, place)).method.plan.unit
-        if unit is not Unit.CLIENT:
-            problem = (
-                f"{config.names.method} protects single images, and a bug affects whole clients"
-            )
-            raise FedgenError(
-                "method", problem, "take gs_wgan or fedavg_gan, or privacy.unit=client"
-            )
-    split = split_clients(config, held, clients)
-    runs = {
-        f"{name}-{number}": _part_config(config, members, place / f"{name}-{number}")
-        for name, parts in split.groups.items()
-        for number, members in enumerate(parts)
-    }
-    make_folder(place)
-    write_atomic(
-        place / _SETTINGS_FILE, _group_settings(config).encode()
-    )  # first: it identifies the directory
-    write_atomic(place / "SERVER_SIDE.md", SERVER_SIDE.encode())
-    failed = complete(runs, place, config.jobs, "generators")
+    check_place(config, place)
+    run = part_config(config, config.group, place / _RUN)
+    _check(run)
+    write_start(config, place)
+    failed = complete({_RUN: run}, place, 1, _RUN)
     if failed:
-        raise FedgenError("debug", "a generator's run failed", f"see {failed[0]}")
+        raise FedgenError("debug", "the run failed", f"see {failed[0]}")
     try:
-        return _compare(config, split, held, clients, place)
+        return _compare(config, place)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", place) from None
 
 
-def _check(config: DictConfig) -> None:
-    """Raise FedgenError for invalid settings."""
-    settings = config.debug
-    if settings.suspect > settings.normal:
-        problem = f"{settings.suspect:g} is above debug.normal={settings.normal:g}"
-        raise FedgenError("debug.suspect", problem, "a client cannot be in both groups")
-    if not LEVEL * comb(2 * settings.generators, settings.generators) > 1:
-        problem = f"{settings.generators} of each group cannot show a difference at level {LEVEL:g}"
-        raise FedgenError("debug.generators", problem, "take 5 or more")
-    if settings.generators > _COLUMNS:
-        raise FedgenError("debug.generators", f"must be at most {_COLUMNS}", "lower it")
-    if config.resume is not None:
+def _check(run: DictConfig) -> None:
+    """Raise FedgenError for settings with which no client can be found."""
+    if run.resume is not None:
         raise FedgenError("resume", "fedgen debug resumes on its own", "give its run_dir")
-    if config.group is not None:
-        raise FedgenError("group", "is derived by fedgen debug", "leave it out")
-    if config.privacy.noise == "secure":
-        problem = "secure refuses non-private uses of the images, such as the split"
-        raise FedgenError("privacy.noise", problem, "take seeded: it is an experiment")
-
-
-def _group_settings(config: DictConfig) -> str:
-    settings = OmegaConf.masked_copy(config, ["debug", "seed"])
-    return json.dumps(OmegaConf.to_container(settings, resolve=True), sort_keys=True) + "\n"
-
-
-def _check_place(config: DictConfig, place: Path) -> None:
-    """Raise FedgenError for a directory with other content, or with different settings."""
-    if not place.exists() or (place.is_dir() and all(map(is_temporary, place.iterdir()))):
-        return
-    if not (place / _SETTINGS_FILE).is_file():
-        raise FedgenError("run_dir", f"{place} contains other files", "choose another")
-    if (place / _SETTINGS_FILE).read_text() != _group_settings(config):
-        problem = f"{place} has different debug settings or another seed"
-        raise FedgenError("run_dir", problem, "choose another")
-
-
-def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Split:
-    """Return the suspect and the normal clients, by the accuracy of a classifier on the images of
-    each client. It is trained on the images of ``debug.reserved_clients`` clients before the bug,
-    which are excluded from everything else.
-
-    Nothing here is private: no ε covers the group of a client, the sizes of groups, or the images
-    of reserved clients.
-
-    Raises:
-        FedgenError: if a group has too few clients.
-    """
-    settings = config.debug
-    if settings.reserved_clients >= len(clients):
-        problem = f"{settings.reserved_clients} of {len(clients)} client(s) leave none"
-        raise FedgenError(
-            "debug.reserved_clients", problem, "lower it, or take a partition of more clients"
+    if run.privacy.aggregation in ("secure", "trusted"):
+        problem = "fedgen debug compares sums of single clients, which only local sums reveal"
+        raise FedgenError("privacy.aggregation", problem, "take local")
+    validation.check(run)
+    ready = setup.setup(run)
+    clients = len(ready.shards)
+    if clients < FEWEST:
+        problem = f"{clients} client(s) cannot be compared"
+        remedy = f"take a partition of {FEWEST} or more, or look at samples of method=mixture"
+        raise FedgenError("partition", problem, remedy)
+    is_client = ready.method.plan.unit is Unit.CLIENT
+    images = 1.0 if is_client else float(run.method.rows) / clients
+    noise = (ready.noise or 0.0) * float(NOISE.total)
+    if images < _CLEAR_CLIENT * noise:
+        amount = "a client" if is_client else f"a client of about {images:.0f} images"
+        problem = f"the noise hides {amount}: it is that of {noise:.0f}"
+        remedy = "raise it, or take " + (
+            "privacy.unit=record" if is_client else "a partition with fewer clients"
         )
-    streams = RandomStreams.from_seed(config.seed, "seeded").at("data")
-    has_bug = sample_bugged_clients(len(clients), config.corruption.fraction, streams)
-    order = torch.randperm(
-        len(clients), generator=RandomStreams.from_seed(0, "seeded").public("apart")
-    ).numpy()
-    apart, others = (
-        np.sort(order[: settings.reserved_clients]),
-        np.sort(order[settings.reserved_clients :]),
+        raise FedgenError("privacy.target_epsilon", problem, remedy)
+
+
+def _compare(config: DictConfig, place: Path) -> str:
+    """Compare the clients; write the contact sheet and ``results.json``."""
+    published = load_generator(place / _RUN, "cpu")
+    space = StatisticsSpace(published.shape, published.classes)
+    sums, std = published.weights["sums"].double(), float(published.weights["std"])
+    comparison = compare(space, [space.split(row) for row in sums], std)
+    numbers = range(len(sums)) if config.group is None else list(config.group)
+    rows = comparison.ranking[:_SHEET_CLIENTS]
+    largest = np.argsort(-space.split(sums.sum(0)).counts.numpy())
+    labels = np.sort(largest[:_SHEET_LABELS])
+    means = mean_images(space, sums, std)
+    images = [space.to_pixels(means[client, labels.copy()]).numpy() for client in rows]
+    contact_sheet(
+        (np.stack(images) * 255).round().astype(np.uint8),
+        [_row_title(numbers[client], client, comparison) for client in rows],
+        [_name(published, label) for label in labels],
+        place / "clients.png",
     )
-    reserved_records = np.concatenate([clients[client] for client in apart])
-    print(
-        "training the classifier that selects suspect clients: takes minutes the first time",
-        flush=True,
-    )
-    net = evaluation_net(
-        held.images[reserved_records],
-        held.labels[reserved_records],
-        held.classes,
-        cache() / "judges",
-    )
-    flipped = invert_images(held, clients, has_bug)
-    accuracies = np.full(len(clients), np.nan)
-    rows = np.concatenate([clients[client] for client in others])
-    right = outputs(net, flipped.images[rows]).argmax(1) == flipped.labels[rows]
-    ends = np.cumsum([len(clients[client]) for client in others])
-    accuracies[others] = [part.mean() for part in np.split(right, ends[:-1])]
-    by = accuracies[others]
-    if settings.quantiles:  # quantiles from 0 to 1
-        by = np.argsort(np.argsort(by, kind="stable")) / max(1, len(others) - 1)
-    low, high = settings.suspect, settings.normal
-    candidates = {"suspect": others[by <= low], "normal": others[(by >= high) & (by > low)]}
-    groups = {}
-    size = min(map(len, candidates.values())) // settings.generators
-    for name, members in candidates.items():
-        if len(members) < 2 * settings.generators:
-            problem = f"{len(members)} of {len(others)} clients are {name}, two for each of "
-            problem += f"{settings.generators} generators are needed"
-            remedy = "move it, or lower debug.generators or debug.reserved_clients"
-            raise FedgenError(f"debug.{name}", problem, remedy)
-        dealt = torch.randperm(len(members), generator=streams.public("parts", name)).numpy()
-        parts = np.split(dealt[: size * settings.generators], settings.generators)
-        groups[name] = [np.sort(members[part]) for part in parts]
-    return Split(apart, groups, has_bug, accuracies)
+    results = _results(config, place, comparison, numbers)
+    RunDir(place).write("results", results, "debug_clients")
+    return _describe(results, comparison, numbers, place)
 
 
-def _part_config(config: DictConfig, members: NDArray[np.int64] | None, place: Path) -> DictConfig:
-    """Return the configuration of the run of one generator; without ``members``, of any of them."""
-    part_config = config.copy()
-    with open_dict(part_config):
-        del part_config.debug, part_config.jobs
-        part_config.run_dir = str(place)
-        part_config.group = None if members is None else [int(client) for client in members]
-    return part_config
+def _name(published: PublishedGenerator, label: int) -> str:
+    return str(label) if published.labels is None else published.labels[label]
 
 
-def _compare(
-    config: DictConfig, split: Split, held: Dataset, clients: list[Index], place: Path
-) -> str:
-    """Return the verdict, and write the picture and ``results.json``."""
-    count, classes = config.debug.generators, held.classes
-    samples: dict[str, list[Samples]] = {name: [] for name in GROUPS}
-    columns: dict[str, list[NDArray[np.uint8]]] = {name: [] for name in GROUPS}
-    samples_per_label = _COLUMNS // count
-    for name in GROUPS:
-        for number in range(count):
-            published = load_generator(place / f"{name}-{number}", config.device)
-            draw = partial(draw_samples, published.method, published.weights)
-            streams = RandomStreams.from_seed(config.seed, "seeded").at("debug", name, number)
-            labels = torch.randint(
-                0, classes, (config.debug.samples,), generator=streams.public("labels")
-            )
-            samples[name].append((draw(labels, streams), labels.numpy()))
-            grid = torch.arange(classes).repeat_interleave(samples_per_label)
-            drawn = draw(grid, streams.at("grid"))
-            columns[name].append(drawn.reshape(classes, samples_per_label, *drawn.shape[1:]))
-    reserved_records = np.concatenate([clients[client] for client in split.reserved])
-    like = typical(held.images[reserved_records], held.labels[reserved_records], classes)
-    decision = verdict(samples["suspect"], samples["normal"], like, config.debug.margin)
-    blank = np.full((classes, 1, *held.shape), 64, dtype=np.uint8)
-    together = np.concatenate([*columns["suspect"], blank, *columns["normal"]], axis=1)
-    sheet = together.reshape(-1, *held.shape)
-    sample_grid(sheet, together.shape[1], place / "samples.png")
-    results = _results(config, split, place, decision)
-    RunDir(place).write("results", results, "debug")
-    return _describe(results, decision, place)
+def _row_title(number: int, client: int, comparison: Comparison) -> str:
+    if not comparison.differs[client]:
+        return f"client {number}"
+    explanation = comparison.explanations[client]
+    cause = "different, cause unknown" if explanation is None else explanation.fault
+    return f"client {number}: {cause}"
 
 
-def _results(config: DictConfig, split: Split, place: Path, decision: Verdict) -> dict[str, Any]:
-    of_runs = {
-        name: [RunDir(place / f"{name}-{number}").results() for number in range(len(parts))]
-        for name, parts in split.groups.items()
-    }
-
-    def largest(view: str) -> float | None:
-        values = [results["epsilon"][view] for runs in of_runs.values() for results in runs]
-        return None if None in values else max(values)
-
+def _results(
+    config: DictConfig, place: Path, comparison: Comparison, numbers: Any
+) -> dict[str, Any]:
+    run = RunDir(place / _RUN).results()
     return {
         "schema": 1,
-        "method": config.names.method,
         "data": config.names.data,
         "seed": config.seed,
-        "clients": len(split.bugged) - len(split.reserved),
-        "reserved_clients": len(split.reserved),
-        "epsilon": {view: largest(view) for view in ("server", "release")},
-        "groups": {
-            name: {
-                "clients": sum(map(len, parts)),
-                "bugged": int(split.bugged[np.concatenate(parts)].sum()),
-                "accuracy": float(split.accuracies[np.concatenate(parts)].mean()),
-                "generators": len(parts),
-                "seconds": sum(results["seconds"] for results in of_runs[name]),
+        "epsilon": {view: run["epsilon"][view] for view in ("server", "release")},
+        "clients": [
+            {
+                "client": int(numbers[client]),
+                "p_value": float(comparison.p_values[client]),
+                "differs": bool(comparison.differs[client]),
+                "explanation": _facts(comparison.explanations.get(client)),
             }
-            for name, parts in split.groups.items()
-        },
-        "verdict": asdict(decision),
+            for client in comparison.ranking
+        ],
     }
 
 
-def _describe(results: dict[str, Any], decision: Verdict, place: Path) -> str:
-    descriptions = {
-        True: "bug",
-        False: "no bug shared by most of the suspect group",
-        None: "inconclusive: accuracy is too low, or the difference may be due to chance",
-    }
+def _facts(explanation: Explanation | None) -> dict[str, Any] | None:
+    return None if explanation is None else vars(explanation)
+
+
+def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, place: Path) -> str:
+    different = [client for client in comparison.ranking if comparison.differs[client]]
+    everyone = len(comparison.p_values)
+    if different:
+        lines = [
+            f"{len(different)} of {everyone} clients differ from the others (at a false discovery "
+            "rate of 5 %):"
+        ]
+    else:
+        lines = [f"none of {everyone} clients differs from the others (lowest p = "]
+        lines[0] += f"{comparison.p_values.min():.2g})"
+    for client in different[:_LISTED]:
+        p_value = comparison.p_values[client]
+        explanation = comparison.explanations[client]
+        cause = "cause unknown" if explanation is None else _explained(explanation)
+        lines.append(f"  client {numbers[client]}: p = {p_value:.2g}; {cause}")
+    if len(different) > _LISTED:
+        lines.append(f"  and {len(different) - _LISTED} more in results.json")
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
-    lines = [
-        f"{name}: {group['clients']} clients, recognized {group['accuracy']:.1%}, "
-        f"{group['bugged']} of them with the bug (unknown in practice); "
-        f"{group['generators']} generators"
-        for name, group in results["groups"].items()
-    ]
-    lines.append(
-        f"verdict: {descriptions[decision.bug]} (p = {decision.p_value:.2g}; inverted: "
-        f"{decision.suspect:.1%} of the suspect group's samples, {decision.normal:.1%} of the "
-        "normal group's)"
-    )
-    if decision.classes:
-        lines.append(f"labels affected: {', '.join(map(str, decision.classes))}")
+    run = RunDir(place / _RUN)
     lines += [
-        f"proven ε {eps['server']} (server), {eps['release']} (release) per client of a group, "
-        "given the groups; not covered: members, sizes and accuracy of the groups, and images "
-        "of the reserved clients",
-        "noise follows from the seed: an experiment, not for release",
-        str(place / "samples.png"),
+        f"proven ε {eps['server']} (server), {eps['release']} (release) of each client; what was "
+        f"released: {run.path / 'public'}",
+        str(place / "clients.png"),
         str(place / "results.json"),
     ]
     return "\n".join(lines)
+
+
+def _explained(explanation: Explanation) -> str:
+    share = min(max(explanation.share, 0.0), 1.0)
+    error = max(explanation.error, 0.01)
+    text = f"{explanation.fault}, {share:.0%} ± {error:.0%} of its images"
+    if explanation.p_value is not None:
+        text += f" (fit: p = {explanation.p_value:.2g})"
+    if explanation.others:
+        text += f"; or {', '.join(explanation.others[:3])}"
+    return text

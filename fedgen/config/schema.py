@@ -119,8 +119,16 @@ class _WarmUp(_Section):
     batch: Count | None = None
 
 
+PlantedFault = Literal[
+    "inverted", "rotated", "mirrored", "labels_shifted", "one_label", "black", "darker", "blurred",
+    "repeated",
+]  # fmt: skip
+"""Faults that ``corruption`` plants, see ``fedgen.data.corruption``."""
+
+
 class _Corruption(_Section):
     fraction: Fraction
+    fault: PlantedFault
 
 
 class _Command(_Section):

@@ -1,23 +1,59 @@
-"""Inject a bug at some clients: the intensities of all their images are inverted, as in the
-debugging task of Augenstein et al. (2020) and "GS-WGAN", section 5.4."""
+"""Plant a fault at some clients: that of the debugging task of Augenstein et al. (2020) and
+"GS-WGAN", section 5.4, inverted intensities, or another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Dataset
+from fedgen.config.schema import PlantedFault
+from fedgen.data.datasets import Dataset, Images, Labels
 from fedgen.data.partition import Index
 from fedgen.randomness import RandomStreams
+
+_Corrupted = tuple[Images, Labels]
+
+
+def _blurred(images: Images) -> Images:
+    """Return the mean of each pixel and its eight neighbours."""
+    padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge").astype(np.uint16)
+    height, width = images.shape[2:]
+    total = sum(
+        padded[:, :, down : down + height, right : right + width]
+        for down in range(3)
+        for right in range(3)
+    )
+    return (np.asarray(total) // 9).astype(np.uint8)
+
+
+def _repeated(images: Images, labels: Labels) -> Images:
+    """Return the first image of each label in place of all others."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    return images[first[inverse]]
+
+
+FAULTS: dict[PlantedFault, Callable[[Images, Labels, int], _Corrupted]] = {
+    "inverted": lambda images, labels, classes: (255 - images, labels),
+    "rotated": lambda images, labels, classes: (np.rot90(images, 1, (2, 3)), labels),
+    "mirrored": lambda images, labels, classes: (images[:, :, :, ::-1], labels),
+    "labels_shifted": lambda images, labels, classes: (images, (labels + 1) % classes),
+    "one_label": lambda images, labels, classes: (images, np.zeros_like(labels)),
+    "black": lambda images, labels, classes: (np.zeros_like(images), labels),
+    "darker": lambda images, labels, classes: (images // 16, labels),
+    "blurred": lambda images, labels, classes: (_blurred(images), labels),
+    "repeated": lambda images, labels, classes: (_repeated(images, labels), labels),
+}
+"""Name -> (images, labels of one client, number of labels) -> the same with the fault."""
 
 
 def sample_bugged_clients(
     clients: int, fraction: float, streams: RandomStreams
 ) -> NDArray[np.bool_]:
-    """Return (clients,), true for clients with the bug: the rounded ``fraction``, by public
+    """Return (clients,), true for clients with the fault: the rounded ``fraction``, by public
     streams."""
     order = torch.randperm(clients, generator=streams.public("corruption")).numpy()
     has_bug = np.zeros(clients, dtype=bool)
@@ -25,11 +61,17 @@ def sample_bugged_clients(
     return has_bug
 
 
-def invert_images(dataset: Dataset, shards: list[Index], has_bug: NDArray[np.bool_]) -> Dataset:
-    """Return the data set as these clients hold it; the test split is unchanged."""
+def corrupt(
+    dataset: Dataset, shards: list[Index], has_bug: NDArray[np.bool_], fault: PlantedFault
+) -> Dataset:
+    """Return the data set as these clients hold it; the test split is unchanged.
+
+    Args:
+        fault: name in ``FAULTS``; "rotated" needs square images.
+    """
     if not has_bug.any():
         return dataset
-    rows = np.concatenate([shard for shard, bug in zip(shards, has_bug, strict=True) if bug])
-    images = dataset.images.copy()
-    images[rows] = 255 - images[rows]
-    return replace(dataset, images=images)
+    images, labels = dataset.images.copy(), dataset.labels.copy()
+    for rows in (shard for shard, bug in zip(shards, has_bug, strict=True) if bug):
+        images[rows], labels[rows] = FAULTS[fault](images[rows], labels[rows], dataset.classes)
+    return replace(dataset, images=images, labels=labels)

@@ -236,6 +236,18 @@ def sum_of_rows(
     return ClippedSum({"rows": total}, norms, clip, _SEAL)
 
 
+def joint_sum(*parts: ClippedSum) -> ClippedSum:
+    """Return sums over the same examples as one: the contribution of an example to all of them has
+    at most the root of the sum of their squared clip norms."""
+    norms = torch.stack([part.norms for part in parts]).square().sum(0).sqrt()
+    gradients = {
+        f"{number:04d} {name}": gradient
+        for number, part in enumerate(parts)
+        for name, gradient in part.gradients.items()
+    }
+    return ClippedSum(gradients, norms, math.hypot(*(part.clip for part in parts)), _SEAL)
+
+
 def sum_of_second_moments(
     rows: Tensor,
     clip: float,

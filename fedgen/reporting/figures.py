@@ -55,6 +55,33 @@ def write_image(image: NDArray[np.uint8], to: Path | IO[bytes], synthetic: bool 
     file.save(to, "PNG", pnginfo=metadata)
 
 
+def contact_sheet(
+    images: NDArray[np.uint8], rows: list[str], columns: list[str], path: Path
+) -> None:
+    """Write synthetic images (rows, columns, channels, h, w) as a table with titles."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    down, across, channels, height, width = images.shape
+    cell = 0.5
+    size = (cell * across * width / height + 3.6, cell * down + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    gap = 1 + height // 14
+    sheet = np.full((down * (height + gap), across * (width + gap), channels), 255, dtype=np.uint8)
+    for row, column in np.ndindex(down, across):
+        top, left = row * (height + gap), column * (width + gap)
+        sheet[top : top + height, left : left + width] = images[row, column].transpose(1, 2, 0)
+    axes.imshow(sheet[:, :, 0] if channels == 1 else sheet, cmap="gray", vmin=0, vmax=255)
+    axes.set_yticks([row * (height + gap) + height / 2 for row in range(down)], rows)
+    axes.set_xticks([c * (width + gap) + width / 2 for c in range(across)], columns)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.set_frame_on(False)
+    figure.savefig(path, dpi=120)
+
+
 def lower_bounds(
     panels: dict[str, list[tuple[int, float, float | None]]],
     delta: float,

@@ -18,7 +18,7 @@ from fedgen.config.extensions import is_extension
 from fedgen.config.registry import to_plain
 from fedgen.config.validation import check, faults
 from fedgen.data.canaries import Canaries, add_canaries
-from fedgen.data.corruption import invert_images, sample_bugged_clients
+from fedgen.data.corruption import corrupt, sample_bugged_clients
 from fedgen.data.datasets import Dataset, Shard, build_dataset
 from fedgen.data.labels import validate_names
 from fedgen.data.partition import Index, check_clients, check_shards, limit_per_person
@@ -144,7 +144,7 @@ def setup(config: DictConfig, branch: str | None = None) -> Setup:
     corrupted_clients = sample_bugged_clients(
         len(shards), config.corruption.fraction, streams.at("data")
     )
-    held = invert_images(held, shards, corrupted_clients)
+    held = corrupt(held, shards, corrupted_clients, config.corruption.fault)
     all_clients = len(shards)
     if config.group is not None:
         shards = [shards[client] for client in _members(config.group, len(shards))]

@@ -32,7 +32,7 @@ from fedgen.storage.run_dir import RunDir
 NOISE = 25.0
 DATA = digits(RandomStreams.from_seed(0, "seeded").at("data"))
 SUMS = ("mixture", "dp_merf", "dp_hp", "central_images", "dpgan", "dp_cgan", "dp_wgan_gp")
-SUMS += ("psg", "dpdm")
+SUMS += ("psg", "dpdm", "client_statistics")
 
 
 def scored_config(*words: str) -> DictConfig:

@@ -44,7 +44,7 @@ def test_a_run_from_weights_without_privacy_has_no_epsilon(train: Train) -> None
     assert fingerprint(train(*begun, name="again")) == fingerprint(second)
 
 
-WITHOUT_A_GENERATOR = ["central_images_small", "mixture_small", "psg_small"]
+WITHOUT_A_GENERATOR = ["central_images_small", "client_statistics", "mixture_small", "psg_small"]
 
 
 def test_also_from_a_warm_start(train: Train) -> None:

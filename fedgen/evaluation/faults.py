@@ -1,0 +1,188 @@
+"""Named faults of a client's images or labels, as functions of statistics.
+
+A fault maps what is expected of the images of other clients to what would be expected if they had
+the fault. A package that ``FEDGEN_EXTENSIONS`` names adds its own by a module ``faults`` with a
+list ``FAULTS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fedgen.config.extensions import extensions
+from fedgen.models.client_statistics import INTENSITIES, Statistics, StatisticsSpace
+
+_MOST_IN_ONE_LABEL = 0.9  # share of the images of a client that has one label for all
+_BLURS = (0.7, 1.0, 1.5, 2.5)  # standard deviations in pixels
+_CUTS = (2, 3, 4)  # factors of a lower resolution
+_SCALES = (1 / 255, 1 / 16, 1 / 4, 1 / 2)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault with its variants.
+
+    expected: (space, expected statistics per image: the mean of each label, and shares of labels;
+        statistics of the client) -> (description, expected statistics per image with the fault)
+        for each variant that can be true of this client.
+    tested: whether to search for it. Others only explain clients that differ.
+    """
+
+    name: str
+    expected: Callable[[StatisticsSpace, Statistics, Statistics], Iterator[tuple[str, Statistics]]]
+    tested: bool = True
+
+
+def _inverted(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    del space, client
+    histogram = usual.histogram.flip(0)
+    yield "inverted", replace(usual, images=-usual.images, histogram=histogram)
+
+
+def _turned(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    del client
+    images = usual.images
+    yield "mirrored left to right", replace(usual, images=images.flip(3))
+    yield "mirrored top to bottom", replace(usual, images=images.flip(2))
+    yield "rotated by 180 degrees", replace(usual, images=images.flip((2, 3)))
+    if space.shape[1] == space.shape[2]:
+        yield "rotated by 90 degrees", replace(usual, images=images.rot90(1, (2, 3)))
+        yield "rotated by 270 degrees", replace(usual, images=images.rot90(3, (2, 3)))
+        yield "rows and columns swapped", replace(usual, images=images.transpose(2, 3))
+
+
+def _channels_permuted(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    del client
+    channels = range(space.shape[0])
+    if 1 < len(channels) <= 4:
+        for order in itertools.permutations(channels):
+            if order != tuple(channels):
+                named = ", ".join(str(channel + 1) for channel in order)
+                yield (
+                    f"channels in the order {named}",
+                    replace(usual, images=usual.images[:, order]),
+                )
+
+
+def _unrelated_labels(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    mean = torch.tensordot(usual.counts, usual.images, 1)
+    images = mean.expand_as(usual.images)
+    share, label = (client.counts / client.counts.sum().clamp(min=1e-9)).max(0)
+    name = "labels unrelated to the images"
+    if share > _MOST_IN_ONE_LABEL and space.classes > 1:
+        name = f"label {int(label)} for all images"
+    yield name, replace(usual, images=images)
+
+
+def _shifted_labels(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    del client
+    for shift in range(1, space.classes):
+        by = shift if shift <= space.classes / 2 else shift - space.classes
+        images = usual.images.roll(shift, 0)
+        yield f"labels shifted by {by:+d}", replace(usual, images=images)
+
+
+def _constant(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    del client
+    for name, value in (("black", 0.0), ("grey", 0.5), ("white", 1.0)):
+        yield f"constant images, {name}", _scaled(space, usual, 0.0, value)
+
+
+def _darker(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    del client
+    for scale in _SCALES:
+        yield f"intensities times 1/{round(1 / scale)}", _scaled(space, usual, scale, 0.0)
+
+
+def _blurred(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    total = client.total.clamp(min=1e-9)
+    # the histogram of a blurred image does not follow from statistics: any is as expected
+    usual = replace(usual, histogram=client.histogram / total)
+    for blur in _BLURS:
+
+        def gaussian(frequency: Tensor, blur: float = blur) -> Tensor:
+            return torch.exp(-(blur**2) * frequency.square() / 2)
+
+        yield f"blurred, by {blur:g} pixels", _filtered(space, usual, gaussian)
+    for factor in _CUTS:
+
+        def cut(frequency: Tensor, factor: int = factor) -> Tensor:
+            return (frequency < math.pi / factor).double()
+
+        yield f"a {factor} times lower resolution", _filtered(space, usual, cut)
+
+
+def _scaled(space: StatisticsSpace, usual: Statistics, scale: float, offset: float) -> Statistics:
+    """Return the expectation for intensities ``scale`` x + ``offset`` in [0, 1]."""
+    white = 1 / math.sqrt(space.shape[0] * math.prod(space.side))  # entries of a white image
+    shift = scale + 2 * offset - 1
+    images = scale * usual.images + shift * white
+    amplitudes = scale * usual.amplitudes
+    amplitudes[0] = torch.tensordot(usual.counts, images, 1).square().sum().sqrt()
+    shares = usual.histogram.square()
+    centres = (torch.arange(INTENSITIES) + 0.5) / INTENSITIES
+    bins = ((scale * centres + offset) * (INTENSITIES - 1e-3)).long()
+    histogram = torch.zeros_like(shares).index_add_(0, bins, shares).sqrt()
+    return replace(usual, images=images, amplitudes=amplitudes, histogram=histogram)
+
+
+def _filtered(
+    space: StatisticsSpace, usual: Statistics, factor: Callable[[Tensor], Tensor]
+) -> Statistics:
+    """Return the expectation for images whose frequencies, in radians per pixel, are multiplied by
+    a factor."""
+    rows, columns = (
+        math.pi * torch.arange(kept, dtype=torch.float64) / length
+        for kept, length in zip(space.side, space.shape[1:], strict=True)
+    )
+    frequency = torch.maximum(rows[:, None], columns).flatten()
+    coefficients = usual.images.flatten(2) @ space.to_low_pass.T * factor(frequency)
+    images = (coefficients @ space.to_low_pass).view_as(usual.images)
+    highest = (frequency.max() + math.pi) / 2
+    of_band = [
+        factor(frequency[band]).mean() if band.any() else highest * 0 for band in space.bands
+    ]
+    factors = torch.stack([*of_band, factor(highest)])
+    return replace(usual, images=images, amplitudes=usual.amplitudes * factors)
+
+
+def faults() -> list[Fault]:
+    """Return the faults of fedgen and of extensions."""
+    own = [
+        Fault("inverted", _inverted),
+        Fault("turned", _turned),
+        Fault("channels", _channels_permuted),
+        Fault("unrelated labels", _unrelated_labels),
+        Fault("constant", _constant),
+        Fault("blurred", _blurred),
+        Fault("shifted labels", _shifted_labels, tested=False),
+        Fault("darker", _darker, tested=False),
+    ]
+    for name in extensions():
+        if find_spec(f"{name}.faults") is not None:
+            own += importlib.import_module(f"{name}.faults").FAULTS
+    return own
