@@ -40,9 +40,10 @@ usage: fedgen <command> [key=value ...]
                                           proven bound; canaries=N samples=N jobs=N
   fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: trains the missing runs, with
                                           run_dir=DIR of an earlier one; jobs=N in parallel
-  fedgen debug experiment=NAME            detect inverted images of clients from private generators
-                                          of clients with high and with low accuracy;
-                                          corruption.fraction=F injects the bug
+  fedgen debug data=... partition=...     find clients with faulty images or labels, from one noisy
+                                          sum of each; corruption.fraction=F plants a fault;
+                                          experiment=femnist_debug: inverted images, by generators
+                                          of two groups of clients
   fedgen data check data=... [overrides]  describe a data set, and suggest settings; for its holder:
                                           the counts are private
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] only of these;
@@ -102,8 +103,9 @@ settings (defaults in brackets):
   evaluation=<evaluation> [quick]   evaluation.judge|fid|leakage=true evaluation.jobs=N
   logger=<logger> [tensorboard]   logger.uri=URL for mlflow   logger.online=true for wandb
   experiment=<experiment>
+  corruption.fraction=SHARE corruption.fault=FAULT
   debug.reserved_clients=N debug.suspect=SHARE debug.normal=SHARE debug.quantiles=true
-                         debug.generators=N corruption.fraction=SHARE
+                         debug.generators=N, for two groups of clients
   evaluate_every=N held_out=N
   rounds=N seed=N device=auto|cpu|cuda run_dir=PATH sample_every=N log_every=N
 """

@@ -1,7 +1,7 @@
 """Error rates of ``fedgen debug``: how often faults of clients are found and explained.
 
-    python scripts/debug_power.py [--clients 12 50 150] [--epsilons 1 5 10] [--faulty 1 10% 40%]
-                                  [--faults rotated ...] [--repetitions 20] [KEY=VALUE ...]
+    python scripts/debug_power.py [KEY=VALUE ...] [--clients 12 50 150] [--epsilons 1 5 10]
+                                  [--faulty 1 10% 40%] [--faults rotated ...] [--repetitions 20]
 
 Each repetition deals the images of a data set to clients at random (or takes the partition of the
 settings), plants one fault at some of them (a number or a percentage), adds the noise of ε to the
@@ -10,8 +10,8 @@ for each of ``--faulty``, faulty clients that were found / found and explained, 
 a fault that were reported, in all repetitions. The fault "none" counts the federations in which any
 client was reported.
 
-    python scripts/debug_power.py --experiment femnist_debug_small [--repetitions 20]
-                                  [--epsilons 10 5 2] [--fraction 0.5] [KEY=VALUE ...]
+    python scripts/debug_power.py [KEY=VALUE ...] --experiment femnist_debug_small
+                                  [--repetitions 20] [--epsilons 10 5 2] [--fraction 0.5]
 
 Run an experiment with two groups of clients, with inverted images and without, with a new seed each
 time. Print a line for each ε: misses (inverted images, and another verdict than "bug"), false
@@ -52,7 +52,7 @@ EXPLANATIONS = {
     "mirrored": "mirrored left to right",
     "labels_shifted": "labels shifted by +1",
     "one_label": "label 0 for all images",
-    "black": "constant images, black",
+    "black": "black images",
     "darker": "intensities times 1/16",
     "blurred": ("blurred", "a 2 times", "a 3 times", "a 4 times"),
     "repeated": "repeated images",

@@ -28,16 +28,8 @@ SMALLEST: dict[str, list[str]] = {
     "bench_sums.py": ["--clients", "4", "--numbers", "100", "--repeats", "2"],
     "check_noise.py": ["--numbers", "1e4"],
     "debug_power.py": [
-        *("--experiment", "", "--repetitions", "1", "method=mixture_small"),
-        *("privacy.unit=client", "privacy.aggregation=secure", "privacy.threshold=all"),
-        *("partition=iid", "partition.clients=120", "runtime=in_process", "runtime.threads=1"),
-        *(
-            "debug.quantiles=true",
-            "debug.reserved_clients=40",
-            "debug.suspect=0.4",
-            "debug.normal=0.6",
-        ),
-        *("debug.samples=100", "evaluation=none"),
+        *("data=digits", "--clients", "8", "--repetitions", "1"),
+        *("--faulty", "1", "--faults", "none", "rotated"),
     ],
     "gradient_norms.py": ["--help"],
     "make_shapes.py": ["shapes.npz", "--side", "16", "--rows", "20"],
@@ -77,6 +69,16 @@ def script(name: str, words: list[str], where: Path, root: Path = ROOT) -> str:
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_script_at_its_smallest(name: str, tmp_path: Path) -> None:
     assert script(name, SMALLEST[name], tmp_path) or name == "make_shapes.py"
+
+
+@pytest.mark.slow
+def test_the_power_of_an_experiment_with_two_groups(tmp_path: Path) -> None:
+    words = ["--experiment", "debug_clients", "--repetitions", "1", "method=mixture_small"]
+    words += ["privacy.unit=client", "privacy.aggregation=secure", "privacy.threshold=all"]
+    words += ["partition=iid", "partition.clients=90", "debug.quantiles=true"]
+    words += ["debug.reserved_clients=30", "debug.suspect=0.4", "debug.normal=0.6"]
+    words += ["debug.samples=100", "evaluation=none", "runtime.threads=1"]
+    assert "of 1 |" in script("debug_power.py", words, tmp_path)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.generator import PublishedGenerator, load_generator
 from fedgen.run.worker_pool import complete
-from fedgen.storage.io import check_no_links
+from fedgen.storage.io import check_no_links, read_json
 from fedgen.storage.run_dir import RunDir
 
 _METHOD = "client_statistics"
@@ -154,7 +154,7 @@ def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, pla
     if different:
         lines = [
             f"{len(different)} of {everyone} clients differ from the others (at a false discovery "
-            "rate of 5 %):"
+            "rate of 1 %):"
         ]
     else:
         lines = [f"none of {everyone} clients differs from the others (lowest p = "]
@@ -168,9 +168,10 @@ def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, pla
         lines.append(f"  and {len(different) - _LISTED} more in results.json")
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
     run = RunDir(place / _RUN)
+    unit = read_json(run.path / "privacy.json")["unit"]
     lines += [
-        f"proven ε {eps['server']} (server), {eps['release']} (release) of each client; what was "
-        f"released: {run.path / 'public'}",
+        f"proven ε {eps['server']} (server), {eps['release']} (release) per {unit} of each client; "
+        f"what was released: {run.path / 'public'}",
         str(place / "clients.png"),
         str(place / "results.json"),
     ]
@@ -180,7 +181,7 @@ def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, pla
 def _explained(explanation: Explanation) -> str:
     share = min(max(explanation.share, 0.0), 1.0)
     error = max(explanation.error, 0.01)
-    text = f"{explanation.fault}, {share:.0%} ± {error:.0%} of its images"
+    text = f"{explanation.fault}, {100 * share:.0f} ± {100 * error:.0f} % of its images"
     if explanation.p_value is not None:
         text += f" (fit: p = {explanation.p_value:.2g})"
     if explanation.others:

@@ -78,10 +78,9 @@ def debug(config: DictConfig) -> str:
     check_place(config, place)
     validation.check(part_config(config, None, place))
     held, clients = setup.partitioned_data(config)
+    reserved = _reserved(config, len(clients))
     # no part is larger: refuse invalid settings before minutes of work
-    most = np.arange(
-        max(2, (len(clients) - config.debug.reserved_clients) // (2 * config.debug.generators))
-    )
+    most = np.arange(max(2, (len(clients) - len(reserved)) // (2 * config.debug.generators)))
     if len(clients) > 1:
         unit = setup.setup(part_config(config, most, place)).method.plan.unit
         if unit is not Unit.CLIENT:
@@ -150,10 +149,33 @@ def check_place(config: DictConfig, place: Path) -> None:
         raise FedgenError("run_dir", problem, "choose another")
 
 
+def _reserved(config: DictConfig, clients: int) -> NDArray[np.int64]:
+    """Return the clients that train the classifier: those named, or random ones.
+
+    Raises:
+        FedgenError: if they are all clients, or a named one does not exist.
+    """
+    reserved, key = config.debug.reserved_clients, "debug.reserved_clients"
+    if not isinstance(reserved, int):
+        members = np.unique(np.array(reserved, dtype=np.int64))
+        if not len(members) or len(members) < len(reserved) or members[-1] >= clients:
+            problem = f"must be different numbers from 0 to {clients - 1}"
+            raise FedgenError(key, problem, "correct it, e.g. [0,3]")
+        reserved = len(members)
+    else:
+        streams = RandomStreams.from_seed(0, "seeded")
+        order = torch.randperm(clients, generator=streams.public("apart")).numpy()
+        members = np.sort(order[:reserved])
+    if reserved >= clients:
+        problem = f"{reserved} of {clients} client(s) leave none"
+        raise FedgenError(key, problem, "lower it, or take a partition of more clients")
+    return members
+
+
 def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Split:
     """Return the suspect and the normal clients, by the accuracy of a classifier on the images of
-    each client. It is trained on the images of ``debug.reserved_clients`` clients before the bug,
-    which are excluded from everything else.
+    each client. It is trained on the images of reserved clients before the bug, which are excluded
+    from everything else.
 
     Nothing here is private: no ε covers the group of a client, the sizes of groups, or the images
     of reserved clients.
@@ -162,20 +184,10 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
         FedgenError: if a group has too few clients.
     """
     settings = config.debug
-    if settings.reserved_clients >= len(clients):
-        problem = f"{settings.reserved_clients} of {len(clients)} client(s) leave none"
-        raise FedgenError(
-            "debug.reserved_clients", problem, "lower it, or take a partition of more clients"
-        )
+    apart = _reserved(config, len(clients))
+    others = np.setdiff1d(np.arange(len(clients)), apart)
     streams = RandomStreams.from_seed(config.seed, "seeded").at("data")
     has_bug = sample_bugged_clients(len(clients), config.corruption.fraction, streams)
-    order = torch.randperm(
-        len(clients), generator=RandomStreams.from_seed(0, "seeded").public("apart")
-    ).numpy()
-    apart, others = (
-        np.sort(order[: settings.reserved_clients]),
-        np.sort(order[settings.reserved_clients :]),
-    )
     reserved_records = np.concatenate([clients[client] for client in apart])
     print(
         "training the classifier that selects suspect clients: takes minutes the first time",
@@ -295,10 +307,11 @@ def _describe(results: dict[str, Any], decision: Verdict, place: Path) -> str:
         None: "inconclusive: accuracy is too low, or the difference may be due to chance",
     }
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
+    planted = any(group["bugged"] for group in results["groups"].values())
     lines = [
-        f"{name}: {group['clients']} clients, recognized {group['accuracy']:.1%}, "
-        f"{group['bugged']} of them with the bug (unknown in practice); "
-        f"{group['generators']} generators"
+        f"{name}: {group['clients']} clients, recognized {group['accuracy']:.1%}"
+        + (f", {group['bugged']} of them with the planted fault" if planted else "")
+        + f"; {group['generators']} generators"
         for name, group in results["groups"].items()
     ]
     lines.append(

@@ -220,7 +220,7 @@ class Run(_Train):
 
 
 class _DebugGroup(_Section):
-    reserved_clients: Count
+    reserved_clients: Count | list[Natural]
     suspect: Fraction
     normal: Fraction
     quantiles: bool

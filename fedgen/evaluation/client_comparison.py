@@ -37,7 +37,7 @@ from fedgen.models.client_statistics import NOISE, Statistics, StatisticsSpace, 
 FEWEST = 5
 """Smallest number of clients that can be compared."""
 
-_FALSE_DISCOVERIES = 0.05
+_FALSE_DISCOVERIES = 0.01
 _STEPS = 8
 _CLEAR_COUNT = 3.0  # standard deviations of the noise that the count of a label has to exceed
 _LEVEL_OF_FIT = 0.01
@@ -427,7 +427,9 @@ def _p_value(
     """
     count, their_variance = len(others), float(np.mean(their_noise**2))
     centre = float(np.median(others))
-    between = _variance_between(others - centre, their_noise)
+    # half of the deviations are within 0.6745 standard deviations, of variance between + noise^2
+    squares = ((others - centre) / _QUARTILE) ** 2
+    between = max(float(np.median(squares - their_noise**2)), 0.0)
     of_centre = (between + their_variance) * math.pi / 2 / count
     robust = (value - centre) / math.sqrt(between + noise**2 + of_centre + 1e-300)
     between = max(float(np.var(others, ddof=1)), their_variance) - their_variance
@@ -438,25 +440,8 @@ def _p_value(
     return min(1.0, 2 * float(stats.t.sf([robust, precise], freedom).min()))
 
 
-def _variance_between(deviations: NDArray[np.float64], noise: NDArray[np.float64]) -> float:
-    """Return the variance v between clients for which half of the deviations are within 0.6745
-    standard deviations, of variance v + noise^2 each; 0 if noise alone suffices."""
-
-    def median(variance: float) -> float:
-        scaled = np.abs(deviations) / np.sqrt(variance + noise**2 + 1e-300)
-        return float(np.median(scaled)) - _QUARTILE
-
-    low, high = 0.0, 4 * float(np.max(deviations**2)) + 1e-300
-    if median(low) <= 0:
-        return 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if median(middle) > 0 else (low, middle)
-    return high
-
-
 def _benjamini_hochberg(p_values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which clients to report at a false discovery rate of 5 %."""
+    """Return which clients to report at a false discovery rate of 1 %."""
     order = np.argsort(p_values)
     limits = _FALSE_DISCOVERIES * np.arange(1, len(order) + 1) / len(order)
     below = np.flatnonzero(p_values[order] <= limits)

@@ -23,7 +23,7 @@ from fedgen.models.client_statistics import INTENSITIES, Statistics, StatisticsS
 _MOST_IN_ONE_LABEL = 0.9  # share of the images of a client that has one label for all
 _BLURS = (0.7, 1.0, 1.5, 2.5)  # standard deviations in pixels
 _CUTS = (2, 3, 4)  # factors of a lower resolution
-_SCALES = (1 / 255, 1 / 16, 1 / 4, 1 / 2)
+_SCALES = (1 / 16, 1 / 4, 1 / 2)
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def _constant(
     space: StatisticsSpace, usual: Statistics, client: Statistics
 ) -> Iterator[tuple[str, Statistics]]:
     del client
-    for name, value in (("black", 0.0), ("grey", 0.5), ("white", 1.0)):
-        yield f"constant images, {name}", _scaled(space, usual, 0.0, value)
+    yield "black images, or intensities from 0 to 1 of 255", _scaled(space, usual, 0.0, 0.0)
+    yield "grey images", _scaled(space, usual, 0.0, 0.5)
+    yield "white images", _scaled(space, usual, 0.0, 1.0)
 
 
 def _darker(

@@ -17,7 +17,7 @@ from PIL import Image
 from tiny import tiny
 
 from fedgen import cli
-from fedgen.commands.debug_groups import part_config
+from fedgen.commands.debug_groups import _reserved, part_config
 from fedgen.config.compose import check_restored, compose
 from fedgen.run.setup import setup
 from fedgen.storage.io import TEMPORARY
@@ -62,6 +62,11 @@ def test_a_planted_bug_is_found(bugged: Path) -> None:
     assert groups["suspect"]["bugged"] >= 0.9 * groups["suspect"]["clients"]
     assert groups["normal"]["bugged"] == 0
     assert 0 < result["epsilon"]["server"] <= 10.001
+
+
+def test_reserved_clients_can_be_named() -> None:
+    config = compose("debug", [*SMALL, "debug.reserved_clients=[7,2]"])
+    assert _reserved(config, 10).tolist() == [2, 7]
 
 
 def test_the_picture_shows_both_groups(bugged: Path) -> None:
@@ -168,6 +173,8 @@ def test_no_bug_is_reported_without_one(tmp_path: Path) -> None:
     [
         ("debug.reserved_clients=250", "debug.reserved_clients"),
         ("debug.reserved_clients=240", "debug.reserved_clients"),
+        ("debug.reserved_clients=[3,3]", "debug.reserved_clients"),
+        ("debug.reserved_clients=[250]", "debug.reserved_clients"),
         ("debug.samples=20000000", "debug.samples"),
         ("debug.generators=4", "debug.generators"),
         ("privacy.noise=secure", "privacy.noise"),
@@ -214,12 +221,13 @@ def test_train_refuses_settings_of_debug(
 
 @pytest.mark.slow
 def test_a_recipe_on_real_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fifth of the recipe's writers, at a larger ε, with a classifier trained for a third of
-    the time."""
+    """On the digits of a tenth of the recipe's writers, at a larger ε, with a classifier trained
+    for a third of the time."""
     monkeypatch.setattr("fedgen.evaluation.judge._EPOCHS", 5)
     if not (Path(os.environ.get("FEDGEN_DATA", "")) / "femnist.npz").exists():
         pytest.skip("there is no femnist.npz in FEDGEN_DATA")
-    fewer = ["partition.clients=250", "debug.reserved_clients=50", "privacy.target_epsilon=5"]
+    fewer = ["partition.clients=130", "debug.reserved_clients=30", "privacy.target_epsilon=8"]
+    fewer += ["data.classes=10"]
     words = ["experiment=femnist_debug_sums", *fewer, f"run_dir={tmp_path}"]
     assert cli.run(["debug", *words, "runtime=in_process"]) == 0
     verdict = results(tmp_path)["verdict"]

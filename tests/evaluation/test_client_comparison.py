@@ -32,7 +32,7 @@ EXPLAINED = {
     "mirrored": "mirrored left to right",
     "labels_shifted": "labels shifted by +1",
     "one_label": "label 0 for all images",
-    "black": "constant images, black",
+    "black": "black images",
     "darker": "intensities times 1/16",
     "blurred": "blurred",
     "repeated": "repeated images",
@@ -78,18 +78,18 @@ def test_every_planted_fault_is_found_and_explained(fault: PlantedFault) -> None
 )
 @pytest.mark.parametrize("fault", ["inverted", "rotated", "labels_shifted"])
 def test_faults_of_40_percent_of_the_clients_are_found(fault: PlantedFault) -> None:
-    result = compare(SPACE, client_sums(fault, 8, seed=4, std=0.2, clients=20), 0.2)
+    result = compare(SPACE, client_sums(fault, 8, seed=4, std=0.1, clients=20), 0.1)
     assert reported(result) == list(range(8))
     shares = [result.explanations[client].share for client in range(8)]  # type: ignore[union-attr]
     assert shares == pytest.approx([1] * 8, abs=0.2)
 
 
 def test_clean_clients_are_not_reported() -> None:
-    """Of 12 federations, four or more with any have a probability of 0.2 % at a rate of 5 %."""
+    """Of 12 federations, two or more with any have a probability of 0.6 % at a rate of 1 %."""
     number = sum(
         bool(reported(compare(SPACE, client_sums(None, 0, seed, 0.5), 0.5))) for seed in range(12)
     )
-    assert number <= 3
+    assert number <= 1
 
 
 def test_a_share_of_faulty_images_is_estimated() -> None:
@@ -141,7 +141,7 @@ def test_false_discoveries_agree_with_scipy(seed: int) -> None:
     rng = np.random.default_rng(seed)
     p_values: NDArray[np.float64] = np.concatenate([rng.random(20), rng.random(5) * 1e-3])
     adjusted = stats.false_discovery_control(p_values)
-    assert np.array_equal(_benjamini_hochberg(p_values), adjusted <= 0.05)
+    assert np.array_equal(_benjamini_hochberg(p_values), adjusted <= 0.01)
 
 
 OWN_FAULT = """

@@ -23,6 +23,7 @@ from fedgen.privacy.clipping import (
     by_opacus,
     by_vmap,
     clipped_sum,
+    joint_sum,
     sum_of_rows,
 )
 from fedgen.privacy.ghost_norms import Pair, extract_patches
@@ -432,6 +433,22 @@ def test_changes_in_place_are_refused(before: int) -> None:
     "scaled = scale_rows(rows, clipping_factors(norms, clip)).double()",
     "scaled = rows.double()",
 )
+@kills(
+    "fedgen/privacy/clipping.py",
+    "math.hypot(*(part.clip for part in parts))",
+    "max(part.clip for part in parts)",
+)
+def test_a_joint_sum_is_bounded_by_the_root_of_squared_clip_norms() -> None:
+    rows = torch.tensor([[30.0, 40.0]])
+    joint = joint_sum(sum_of_rows(rows, 0.6), sum_of_rows(-rows, 0.8, torch.tensor([1]), 2))
+    assert joint.clip == pytest.approx(1.0)
+    flat = joint.flat()
+    assert flat.tolist() == pytest.approx([0.36, 0.48, 0, 0, -0.48, -0.64], rel=1e-4)
+    assert float(flat.norm()) <= joint.clip + 1e-12 and float(joint.norms) == pytest.approx(
+        50 * math.sqrt(2)
+    )
+
+
 def test_rows_that_are_not_gradients() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.nan, 0.0]])
     result = sum_of_rows(rows, 1.0)
