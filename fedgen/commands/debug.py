@@ -27,7 +27,7 @@ from fedgen.reporting.progress import format_epsilon
 from fedgen.run import setup
 from fedgen.run.generator import PublishedGenerator, load_generator
 from fedgen.run.worker_pool import complete
-from fedgen.storage.io import check_no_links, read_json
+from fedgen.storage.io import check_no_links
 from fedgen.storage.run_dir import RunDir
 
 _METHOD = "client_statistics"
@@ -158,7 +158,7 @@ def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, pla
         ]
     else:
         lines = [f"none of {everyone} clients differs from the others (lowest p = "]
-        lines[0] += f"{comparison.p_values.min():.2g})"
+        lines[0] += f"{comparison.p_values.min():.2g}); what noise hides is not found"
     for client in different[:_LISTED]:
         p_value = comparison.p_values[client]
         explanation = comparison.explanations[client]
@@ -168,7 +168,7 @@ def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, pla
         lines.append(f"  and {len(different) - _LISTED} more in results.json")
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
     run = RunDir(place / _RUN)
-    unit = read_json(run.path / "privacy.json")["unit"]
+    unit = run.privacy()["unit"]
     lines += [
         f"proven ε {eps['server']} (server), {eps['release']} (release) per {unit} of each client; "
         f"what was released: {run.path / 'public'}",
