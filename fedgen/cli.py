@@ -42,8 +42,8 @@ usage: fedgen <command> [key=value ...]
                                           run_dir=DIR of an earlier one; jobs=N in parallel
   fedgen debug data=... partition=...     find clients with faulty images or labels, from one noisy
                                           sum of each; corruption.fraction=F plants a fault;
-                                          experiment=femnist_debug: inverted images, by generators
-                                          of two groups of clients
+                                          experiment=femnist_debug: detect inverted images by
+                                          generators of two groups of clients
   fedgen data check data=... [overrides]  describe a data set, and suggest settings; for its holder:
                                           the counts are private
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] only of these;

@@ -3,20 +3,21 @@
     python scripts/debug_power.py [KEY=VALUE ...] [--clients 12 50 150] [--epsilons 1 5 10]
                                   [--faulty 1 10% 40%] [--faults rotated ...] [--repetitions 20]
 
-Each repetition deals the images of a data set to clients at random (or takes the partition of the
-settings), plants one fault at some of them (a number or a percentage), adds the noise of ε to the
-statistics of each client, and compares them. Print a line for each number of clients, ε and fault:
-for each of ``--faulty``, faulty clients that were found / found and explained, and clients without
-a fault that were reported, in all repetitions. The fault "none" counts the federations in which any
-client was reported.
+Each repetition deals the images of a data set to clients at random (or uses the configured
+partition), plants one fault at some of them (a number or a percentage), adds the noise of ε to the
+statistics of each client, and compares them. Print a row for each number of clients, ε and fault.
+For each value of ``--faulty``, a cell shows the share of faulty clients detected / detected with
+the correct fault, and the total number of false alarms. For the fault "none", it shows the number
+of repetitions with a false alarm.
 
     python scripts/debug_power.py [KEY=VALUE ...] --experiment femnist_debug_small
                                   [--repetitions 20] [--epsilons 10 5 2] [--fraction 0.5]
 
 Run an experiment with two groups of clients, with inverted images and without, with a new seed each
-time. Print a line for each ε: misses (inverted images, and another verdict than "bug"), false
-alarms (none, and the verdict "bug"), the number of "inconclusive" verdicts, the seconds of one run,
-and the largest ε against both adversaries. ``--epsilons`` are those against ``privacy.adversary``.
+time. Print a row for each ε: misses (inverted images, but a verdict other than "bug"), false alarms
+(the verdict "bug" without inverted images), the number of "inconclusive" verdicts, the seconds of
+one run, and the largest ε against both adversaries. ``--epsilons`` are those against
+``privacy.adversary``.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from fedgen.run import setup
 NONE = "none"
 EXPLANATIONS = {
     "inverted": "inverted",
-    "rotated": "rotated by 90 degrees",
+    "rotated": "rotated by 90 degrees counterclockwise",
     "mirrored": "mirrored left to right",
     "labels_shifted": "labels shifted by +1",
     "one_label": "label 0 for all images",
     "black": "black images",
     "darker": "intensities times 1/16",
-    "blurred": ("blurred", "a 2 times", "a 3 times", "a 4 times"),
+    "blurred": ("blurred", "resolution reduced"),
     "repeated": "repeated images",
 }
-"""Planted fault -> how the right explanation starts."""
+"""Planted fault -> prefixes of the correct explanation."""
 
 
 # --- comparison of clients --------------------------------------------------------------------
@@ -77,7 +78,7 @@ def sums(space: StatisticsSpace, data: Dataset, rows: Any, fault: str) -> Tensor
 
 
 def number_of(faulty: str, clients: int) -> int:
-    """Return a number of clients, given as one or as a percentage."""
+    """Parse a number of clients: an integer or a percentage."""
     if faulty.endswith("%"):
         return max(1, round(float(faulty[:-1]) / 100 * clients))
     return int(faulty)
@@ -151,10 +152,10 @@ def add(
 
 
 def cell(row: list[int], clients: int, faulty: str, repetitions: int) -> str:
-    """Return counts as text."""
+    """Format a cell of the table."""
     found, explained, alarms = row
     if faulty == NONE:
-        return f"{alarms} of {repetitions} federations with a report"
+        return f"a false alarm in {alarms} of {repetitions} repetitions"
     planted = number_of(faulty, clients) * repetitions
     return f"{found / planted:.0%} / {explained / planted:.0%}, {alarms} false"
 
@@ -213,7 +214,7 @@ def compare_groups(options: argparse.Namespace, settings: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How often fedgen debug is right.")
+    parser = argparse.ArgumentParser(description="Measure error rates of fedgen debug.")
     parser.add_argument("--experiment", help="an experiment with two groups of clients")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[10.0])

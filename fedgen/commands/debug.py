@@ -1,5 +1,5 @@
-"""Run ``fedgen debug``: find clients whose images differ from those of others, from one noisy sum
-of each client, without access to the images.
+"""Run ``fedgen debug``: find clients with faulty images or labels by comparing one noisy sum per
+client, without access to the images.
 
 With ``method=client_statistics``, the default, clients are compared one by one. With a method that
 trains a generator, ``fedgen.commands.debug_groups`` compares two groups of clients as in the paper
@@ -33,8 +33,9 @@ from fedgen.storage.run_dir import RunDir
 _METHOD = "client_statistics"
 _RUN = "statistics"  # folder of the run
 _SHEET_CLIENTS, _SHEET_LABELS = 24, 12
-_LISTED = 20  # clients in the output
-_CLEAR_CLIENT = 2.0  # standard deviations of noise that the number of images has to exceed
+_MAX_LISTED = 20  # clients in the output
+# the mean number of images per client must exceed this many standard deviations of its noise
+_MIN_COUNT = 2.0
 
 
 def debug(config: DictConfig) -> str:
@@ -55,7 +56,7 @@ def debug(config: DictConfig) -> str:
     write_start(config, place)
     failed = complete({_RUN: run}, place, 1, _RUN)
     if failed:
-        raise FedgenError("debug", "the run failed", f"see {failed[0]}")
+        raise FedgenError("debug", "computing the statistics failed", f"see {failed[0]}")
     try:
         return _compare(config, place)
     except KeyboardInterrupt:
@@ -63,28 +64,29 @@ def debug(config: DictConfig) -> str:
 
 
 def _check(run: DictConfig) -> None:
-    """Raise FedgenError for settings with which no client can be found."""
+    """Raise FedgenError for settings with which clients cannot be compared."""
     if run.resume is not None:
         raise FedgenError("resume", "fedgen debug resumes on its own", "give its run_dir")
     if run.privacy.aggregation in ("secure", "trusted"):
-        problem = "fedgen debug compares sums of single clients, which only local sums reveal"
-        raise FedgenError("privacy.aggregation", problem, "take local")
+        problem = f"{run.privacy.aggregation} sums hide those of single clients, which are compared"
+        raise FedgenError("privacy.aggregation", problem, "set it to local")
     validation.check(run)
     ready = setup.setup(run)
     clients = len(ready.shards)
     if clients < FEWEST:
-        problem = f"{clients} client(s) cannot be compared"
-        remedy = f"take a partition of {FEWEST} or more, or look at samples of method=mixture"
+        problem = f"{clients} client(s) are too few to compare"
+        remedy = f"use one with at least {FEWEST}, or look at samples of method=mixture"
         raise FedgenError("partition", problem, remedy)
     is_client = ready.method.plan.unit is Unit.CLIENT
     images = 1.0 if is_client else float(run.method.rows) / clients
     noise = (ready.noise or 0.0) * float(NOISE.total)
-    if images < _CLEAR_CLIENT * noise:
-        amount = "a client" if is_client else f"a client of about {images:.0f} images"
-        problem = f"the noise hides {amount}: it is that of {noise:.0f}"
-        remedy = "raise it, or take " + (
-            "privacy.unit=record" if is_client else "a partition with fewer clients"
-        )
+    if images < _MIN_COUNT * noise:
+        problem = "the noise is too large to distinguish single clients"
+        remedy = "raise it, or set privacy.unit=record"
+        if not is_client:
+            problem = f"the noise in the number of a client's images, {noise:.0f}, is too large "
+            problem += f"for clients of about {images:.0f} images"
+            remedy = "raise it, or use a partition with fewer clients"
         raise FedgenError("privacy.target_epsilon", problem, remedy)
 
 
@@ -158,31 +160,33 @@ def _describe(results: dict[str, Any], comparison: Comparison, numbers: Any, pla
         ]
     else:
         lines = [f"none of {everyone} clients differs from the others (lowest p = "]
-        lines[0] += f"{comparison.p_values.min():.2g}); what noise hides is not found"
-    for client in different[:_LISTED]:
+        lines[0] += f"{comparison.p_values.min():.2g}); noise hides smaller differences"
+    for client in different[:_MAX_LISTED]:
         p_value = comparison.p_values[client]
         explanation = comparison.explanations[client]
         cause = "cause unknown" if explanation is None else _explained(explanation)
         lines.append(f"  client {numbers[client]}: p = {p_value:.2g}; {cause}")
-    if len(different) > _LISTED:
-        lines.append(f"  and {len(different) - _LISTED} more in results.json")
+    if len(different) > _MAX_LISTED:
+        lines.append(f"  and {len(different) - _MAX_LISTED} more in results.json")
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
     run = RunDir(place / _RUN)
-    unit = run.privacy()["unit"]
+    unit, noise = run.privacy()["unit"], run.privacy()["noise"]
     lines += [
-        f"proven ε {eps['server']} (server), {eps['release']} (release) per {unit} of each client; "
-        f"what was released: {run.path / 'public'}",
-        str(place / "clients.png"),
-        str(place / "results.json"),
+        f"proven ε {eps['server']} (server), {eps['release']} (release) per {unit}; released "
+        f"statistics: {run.path / 'public'}",
     ]
+    if noise == "seeded":
+        lines.append("noise follows from the seed: an experiment, not for release")
+    lines += [str(place / "clients.png"), str(place / "results.json")]
     return "\n".join(lines)
 
 
 def _explained(explanation: Explanation) -> str:
     share = min(max(explanation.share, 0.0), 1.0)
     error = max(explanation.error, 0.01)
-    text = f"{explanation.fault}, {100 * share:.0f} ± {100 * error:.0f} % of its images"
-    if explanation.p_value is not None:
+    text = explanation.fault
+    if explanation.p_value is not None:  # repeated images have no share
+        text += f", {100 * share:.0f} ± {100 * error:.0f} % of its images"
         text += f" (fit: p = {explanation.p_value:.2g})"
     if explanation.others:
         text += f"; or {', '.join(explanation.others[:3])}"

@@ -153,13 +153,13 @@ def _reserved(config: DictConfig, clients: int) -> NDArray[np.int64]:
     """Return the clients that train the classifier: those named, or random ones.
 
     Raises:
-        FedgenError: if they are all clients, or a named one does not exist.
+        FedgenError: if no other clients remain, or a named one does not exist.
     """
     reserved, key = config.debug.reserved_clients, "debug.reserved_clients"
     if not isinstance(reserved, int):
         members = np.unique(np.array(reserved, dtype=np.int64))
         if not len(members) or len(members) < len(reserved) or members[-1] >= clients:
-            problem = f"must be different numbers from 0 to {clients - 1}"
+            problem = f"must be distinct numbers of clients, from 0 to {clients - 1}"
             raise FedgenError(key, problem, "correct it, e.g. [0,3]")
         reserved = len(members)
     else:
@@ -167,7 +167,7 @@ def _reserved(config: DictConfig, clients: int) -> NDArray[np.int64]:
         order = torch.randperm(clients, generator=streams.public("apart")).numpy()
         members = np.sort(order[:reserved])
     if reserved >= clients:
-        problem = f"{reserved} of {clients} client(s) leave none"
+        problem = f"{reserved} of {clients} client(s) are reserved, and none remain for the groups"
         raise FedgenError(key, problem, "lower it, or take a partition of more clients")
     return members
 

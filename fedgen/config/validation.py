@@ -109,7 +109,7 @@ def _release_conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:
     if config.start is not None:
         yield "start", "has no ε, which privacy.noise=secure requires", "set it to null"
     if config.corruption.fraction:
-        problem = "a planted fault is an experiment, which privacy.noise=secure refuses"
+        problem = "plants a fault for an experiment, which privacy.noise=secure refuses"
         yield "corruption.fraction", problem, "set it to 0"
     if config.held_out:
         yield "held_out", "nothing is evaluated under privacy.noise=secure", "set it to 0"

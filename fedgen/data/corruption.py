@@ -1,5 +1,5 @@
-"""Plant a fault at some clients: that of the debugging task of Augenstein et al. (2020) and
-"GS-WGAN", section 5.4, inverted intensities, or another."""
+"""Plant a fault in the data of some clients: inverted intensities, as in Augenstein et al. (2020)
+and section 5.4 of "GS-WGAN", or another fault."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from fedgen.config.schema import PlantedFault
 from fedgen.data.datasets import Dataset, Images, Labels
 from fedgen.data.partition import Index
+from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 
 _Corrupted = tuple[Images, Labels]
 
 
 def _blurred(images: Images) -> Images:
-    """Return the mean of each pixel and its eight neighbours."""
+    """Return the mean over each pixel and its eight neighbours."""
     padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="edge").astype(np.uint16)
     height, width = images.shape[2:]
     total = sum(
@@ -31,7 +32,7 @@ def _blurred(images: Images) -> Images:
 
 
 def _repeated(images: Images, labels: Labels) -> Images:
-    """Return the first image of each label in place of all others."""
+    """Replace each image by the first image of the same label."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     return images[first[inverse]]
 
@@ -66,11 +67,15 @@ def corrupt(
 ) -> Dataset:
     """Return the data set as these clients hold it; the test split is unchanged.
 
-    Args:
-        fault: name in ``FAULTS``; "rotated" needs square images.
+    Raises:
+        FedgenError: if images to rotate are not square.
     """
     if not has_bug.any():
         return dataset
+    _, height, width = dataset.shape
+    if fault == "rotated" and height != width:
+        problem = f"rotated needs square images, and these are {height} x {width}"
+        raise FedgenError("corruption.fault", problem, "choose another")
     images, labels = dataset.images.copy(), dataset.labels.copy()
     for rows in (shard for shard, bug in zip(shards, has_bug, strict=True) if bug):
         images[rows], labels[rows] = FAULTS[fault](images[rows], labels[rows], dataset.classes)

@@ -1,18 +1,18 @@
 """Find clients whose noisy statistics differ from those of the others by more than noise and the
 usual differences between clients, and explain the difference by a named fault.
 
-Each client is compared with the mean over the others, those that differ excepted. Let D be its
-statistics less what the means of its labels predict, and d the same difference if all of its images
-had a fault. Then <D, d> / <d, d>, in the inverse of the covariance of the noise, estimates the
-share of its images with the fault, with a known variance by noise. An estimate is compared with
-those of the other clients, by their median and median absolute deviation, and by their mean and
-variance, so that a client is not reported for being as unlike the others as these are among
-themselves. Two more tests need no named fault: |D|, and whether the images of a label repeat. The
-p-value of a client is the smallest of its tests, times their number; false discoveries among all
-clients are limited by Benjamini and Hochberg's procedure.
+Each client is compared with the mean over the others, excluding clients already reported. D is the
+difference between its statistics and their prediction from the means of labels; d is the same
+difference if all of its images had a fault. <D, d> / <d, d>, with the inverse covariance of the
+noise as inner product, estimates the share of its images with the fault. Estimates are compared
+with those of the other clients, by median and median absolute deviation, and by mean and variance,
+so that normal variation between clients is not reported. Two more tests need no named fault: the
+squared distance |D|^2, and whether images of a label are copies. The p-value of a client is the
+smallest of its tests, times their number; Benjamini and Hochberg's procedure limits false
+discoveries among all clients.
 
-Assumptions: more than half of the clients have no fault, and shares of clients without a fault have
-a distribution with tails no heavier than Student's t. p-values are approximate:
+Assumptions: more than half of the clients have no fault, and the estimates of clients without a
+fault have a distribution with tails no heavier than Student's t. p-values are approximate:
 ``scripts/debug_power.py`` counts false alarms.
 """
 
@@ -38,11 +38,11 @@ FEWEST = 5
 """Smallest number of clients that can be compared."""
 
 _FALSE_DISCOVERIES = 0.01
-_STEPS = 8
+_MAX_ITERATIONS = 8
 _CLEAR_COUNT = 3.0  # standard deviations of the noise that the count of a label has to exceed
-_LEVEL_OF_FIT = 0.01
-_EXPLAINED = 0.9  # share of the squared distance
-_AS_GOOD = 2 * math.log(100)  # of twice the log-likelihood ratio
+_FIT_LEVEL = 0.01
+_MIN_EXPLAINED = 0.9  # share of the squared distance that suffices without a fit
+_AS_GOOD = 2 * math.log(100)  # alternatives at most 100 times less likely
 _QUARTILE = 0.6744897501960817  # upper quartile of the standard normal distribution
 _ANY, _REPEATED = "different", "repeated images"
 
@@ -53,8 +53,8 @@ class Explanation:
 
     share: estimated share of its images with the fault.
     error: standard error of the share by noise.
-    p_value: of a distance as large as what remains, if all of that were usual; None for repeated
-        images, which predict no statistics.
+    p_value: goodness of fit: probability of a remaining distance at least this large for a client
+        without a fault; None for repeated images, which have no predicted statistics.
     explained: share of the squared distance beyond noise that it explains.
     others: other faults that explain it as well.
     """
@@ -96,22 +96,21 @@ def compare(space: StatisticsSpace, clients: Sequence[Statistics], std: float) -
     named = faults()
     differs = np.zeros(len(clients), dtype=bool)
     differs = _smaller_cluster(_views(space, clients, std, differs))
-    for _ in range(_STEPS):
+    for _ in range(_MAX_ITERATIONS):
         views = _views(space, clients, std, differs)
         estimates = [_estimates(view, named) for view in views]
-        names = [name for name in estimates[0] if all(name in each for each in estimates)]
-        tests = {name: np.array([each[name] for each in estimates]) for name in names}
+        names = [name for name in estimates[0] if all(name in of_client for of_client in estimates)]
+        tests = {name: np.array([of_client[name] for of_client in estimates]) for name in names}
         p_of_test = np.stack([_p_values(*values.T) for values in tests.values()])
         p_values = np.minimum(1.0, p_of_test.min(0) * len(tests))
         reported = _benjamini_hochberg(p_values)
         if (reported == differs).all() or (~reported).sum() <= len(clients) / 2:
             break
         differs = reported
-    usual = np.array([(view.distance(view.usual), view.distance_noise) for view in views])[
-        ~reported
-    ]
+    distances = np.array([(view.distance(view.usual), view.distance_noise) for view in views])
+    clean = distances[~reported] if (~reported).sum() >= 2 else distances
     explanations = {
-        int(client): _explanation(views[client], named, usual, tests[_REPEATED][client])
+        int(client): _explanation(views[client], named, clean, tests[_REPEATED][client])
         for client in np.flatnonzero(reported)
     }
     return Comparison(p_values, reported, explanations)
@@ -120,7 +119,7 @@ def compare(space: StatisticsSpace, clients: Sequence[Statistics], std: float) -
 def _views(
     space: StatisticsSpace, clients: Sequence[Statistics], std: float, differs: NDArray[np.bool_]
 ) -> list[_View]:
-    """Return each client against the others, those that differ excepted."""
+    """Pair each client with the sum of the others, excluding reported clients."""
     total = functools.reduce(operator.add, itertools.compress(clients, ~differs))
     terms = int((~differs).sum())
     return [
@@ -134,7 +133,7 @@ def _views(
 def _smaller_cluster(views: Sequence[_View]) -> NDArray[np.bool_]:
     """Return the smaller of two clusters of clients along the direction in which they differ most.
 
-    To start with: many clients with the same fault would otherwise move the mean.
+    Initial guess of the faulty clients: many with the same fault would otherwise shift the mean.
     """
     differences = torch.stack([view.difference(view.usual) for view in views])
     differences -= differences.mean(0)
@@ -362,7 +361,7 @@ def _estimates(view: _View, named: Sequence[Fault]) -> dict[str, tuple[float, fl
         str(number): view.share(expected)
         for number, (_, expected) in enumerate(_variants(view, named, tested=True))
     }
-    # distances differ between clients by factors, beyond noise
+    # above the noise, distances vary between clients by factors
     scaled = view.distance(view.usual) / (2 * view.distance_noise)
     distance = math.asinh(scaled), 0.5 / math.hypot(1, scaled)
     return {**shares, _ANY: distance, _REPEATED: view.repeated()}
@@ -371,24 +370,25 @@ def _estimates(view: _View, named: Sequence[Fault]) -> dict[str, tuple[float, fl
 def _explanation(
     view: _View,
     named: Sequence[Fault],
-    usual: NDArray[np.float64],
+    clean: NDArray[np.float64],
     repeated: NDArray[np.float64],
 ) -> Explanation | None:
-    """Return the fault that leaves the smallest distance; None if none explains it.
+    """Return the fault that leaves the smallest distance, or repeated images; None if the cause is
+    unknown.
 
     Args:
-        usual: distances of clients that do not differ, and their noise, (clients, 2).
+        clean: distances of clients that are not reported, and their noise, (clients, 2).
         repeated: estimate of repeated images and its noise, (2,).
     """
     variants = dict(_variants(view, named, tested=False))
     remaining = {name: view.remaining(expected) for name, expected in variants.items()}
     best = min(remaining, key=lambda name: remaining[name])
-    values, noise = usual.T
+    values, noise = clean.T
     p_value = _p_value(remaining[best], view.distance_noise, values, noise)
     beyond = max(view.distance(view.usual) - float(np.median(values)), 1e-12)
     explained = (view.distance(view.usual) - remaining[best]) / beyond
     share, error = view.share(variants[best])
-    if (p_value >= _LEVEL_OF_FIT or explained >= _EXPLAINED) and share > 2 * error:
+    if (p_value >= _FIT_LEVEL or explained >= _MIN_EXPLAINED) and share > 2 * error:
         others = [
             name
             for name, value in remaining.items()

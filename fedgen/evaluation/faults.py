@@ -1,8 +1,7 @@
 """Named faults of a client's images or labels, as functions of statistics.
 
-A fault maps what is expected of the images of other clients to what would be expected if they had
-the fault. A package that ``FEDGEN_EXTENSIONS`` names adds its own by a module ``faults`` with a
-list ``FAULTS``.
+A fault maps the expected statistics of clean images to those of faulty images. A package named in
+``FEDGEN_EXTENSIONS`` adds faults by a list ``FAULTS`` in its module ``faults``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from fedgen.config.extensions import extensions
 from fedgen.models.client_statistics import INTENSITIES, Statistics, StatisticsSpace
 
-_MOST_IN_ONE_LABEL = 0.9  # share of the images of a client that has one label for all
+_MIN_DOMINANT = 0.9  # share of images above which a client has a single label
 _BLURS = (0.7, 1.0, 1.5, 2.5)  # standard deviations in pixels
 _CUTS = (2, 3, 4)  # factors of a lower resolution
 _SCALES = (1 / 16, 1 / 4, 1 / 2)
@@ -30,10 +29,10 @@ _SCALES = (1 / 16, 1 / 4, 1 / 2)
 class Fault:
     """A fault with its variants.
 
-    expected: (space, expected statistics per image: the mean of each label, and shares of labels;
-        statistics of the client) -> (description, expected statistics per image with the fault)
-        for each variant that can be true of this client.
-    tested: whether to search for it. Others only explain clients that differ.
+    expected: (space, mean statistics per image of the other clients, statistics of this client) ->
+        (description, mean statistics per image with the fault) of each applicable variant. In
+        means, ``images`` are mean images of labels, and ``counts`` shares of labels.
+    tested: whether to search for it. Others only explain clients that another test reports.
     """
 
     name: str
@@ -49,7 +48,7 @@ def _inverted(
     yield "inverted", replace(usual, images=-usual.images, histogram=histogram)
 
 
-def _turned(
+def _reoriented(
     space: StatisticsSpace, usual: Statistics, client: Statistics
 ) -> Iterator[tuple[str, Statistics]]:
     del client
@@ -58,9 +57,12 @@ def _turned(
     yield "mirrored top to bottom", replace(usual, images=images.flip(2))
     yield "rotated by 180 degrees", replace(usual, images=images.flip((2, 3)))
     if space.shape[1] == space.shape[2]:
-        yield "rotated by 90 degrees", replace(usual, images=images.rot90(1, (2, 3)))
-        yield "rotated by 270 degrees", replace(usual, images=images.rot90(3, (2, 3)))
-        yield "rows and columns swapped", replace(usual, images=images.transpose(2, 3))
+        yield (
+            "rotated by 90 degrees counterclockwise",
+            replace(usual, images=images.rot90(1, (2, 3))),
+        )
+        yield "rotated by 90 degrees clockwise", replace(usual, images=images.rot90(3, (2, 3)))
+        yield "transposed", replace(usual, images=images.transpose(2, 3))
 
 
 def _channels_permuted(
@@ -85,7 +87,7 @@ def _unrelated_labels(
     images = mean.expand_as(usual.images)
     share, label = (client.counts / client.counts.sum().clamp(min=1e-9)).max(0)
     name = "labels unrelated to the images"
-    if share > _MOST_IN_ONE_LABEL and space.classes > 1:
+    if share > _MIN_DOMINANT and space.classes > 1:
         name = f"label {int(label)} for all images"
     yield name, replace(usual, images=images)
 
@@ -104,7 +106,7 @@ def _constant(
     space: StatisticsSpace, usual: Statistics, client: Statistics
 ) -> Iterator[tuple[str, Statistics]]:
     del client
-    yield "black images, or intensities from 0 to 1 of 255", _scaled(space, usual, 0.0, 0.0)
+    yield "black images, or intensities from 0 to 1 instead of 255", _scaled(space, usual, 0.0, 0.0)
     yield "grey images", _scaled(space, usual, 0.0, 0.5)
     yield "white images", _scaled(space, usual, 0.0, 1.0)
 
@@ -121,25 +123,27 @@ def _blurred(
     space: StatisticsSpace, usual: Statistics, client: Statistics
 ) -> Iterator[tuple[str, Statistics]]:
     total = client.total.clamp(min=1e-9)
-    # the histogram of a blurred image does not follow from statistics: any is as expected
+    # the histogram of blurred images cannot be predicted from statistics: use the client's own
     usual = replace(usual, histogram=client.histogram / total)
     for blur in _BLURS:
 
         def gaussian(frequency: Tensor, blur: float = blur) -> Tensor:
             return torch.exp(-(blur**2) * frequency.square() / 2)
 
-        yield f"blurred, by {blur:g} pixels", _filtered(space, usual, gaussian)
+        yield f"blurred with a deviation of {blur:g} pixels", _filtered(space, usual, gaussian)
     for factor in _CUTS:
 
         def cut(frequency: Tensor, factor: int = factor) -> Tensor:
             return (frequency < math.pi / factor).double()
 
-        yield f"a {factor} times lower resolution", _filtered(space, usual, cut)
+        yield f"resolution reduced {factor} times", _filtered(space, usual, cut)
 
 
 def _scaled(space: StatisticsSpace, usual: Statistics, scale: float, offset: float) -> Statistics:
     """Return the expectation for intensities ``scale`` x + ``offset`` in [0, 1]."""
-    white = 1 / math.sqrt(space.shape[0] * math.prod(space.side))  # entries of a white image
+    white = 1 / math.sqrt(
+        space.shape[0] * math.prod(space.side)
+    )  # value of each entry of a white image
     shift = scale + 2 * offset - 1
     images = scale * usual.images + shift * white
     amplitudes = scale * usual.amplitudes
@@ -175,7 +179,7 @@ def faults() -> list[Fault]:
     """Return the faults of fedgen and of extensions."""
     own = [
         Fault("inverted", _inverted),
-        Fault("turned", _turned),
+        Fault("orientation", _reoriented),
         Fault("channels", _channels_permuted),
         Fault("unrelated labels", _unrelated_labels),
         Fault("constant", _constant),

@@ -6,7 +6,7 @@ images differ from those of others, and names the fault.
 
 s(x, y), in ``fedgen.models.client_statistics``, has norm at most 1 for any record: a low-pass image
 and a count in the block of the label, amplitudes of spatial frequencies, and an intensity
-histogram. A sample is the mean image of its label at a random client, without details. At client
+histogram. A sample is the low-pass mean image of its label at a random client. At client
 level, a client contributes the mean of s over its records.
 """
 
@@ -36,7 +36,7 @@ _AT_ONCE = 500  # images
 
 @dataclass(frozen=True)
 class Server:
-    """The sums of each client; post-processing.
+    """Store the sums of each client; post-processing.
 
     sums: number of sums.
     scale: factor from a response to the sum over a client's records, or to its mean at client
@@ -72,13 +72,15 @@ class Server:
         """Store the sums.
 
         Raises:
-            FedgenError: if a client did not respond: it is unknown which one.
+            FedgenError: if a response is missing: the sums could not be assigned to clients.
         """
         del round_, streams
         sums = responses.cpu().view(-1, self.space.size) * self.scale
         if len(sums) != self.sums:
             problem = f"{len(sums)} of {self.sums} clients responded"
-            raise FedgenError("method", problem, "run it again with the clients that respond")
+            raise FedgenError(
+                "method", problem, "start a new run without the clients that did not respond"
+            )
         return {**state, "sums": sums, "known": torch.ones(())}
 
     def sample(
@@ -112,10 +114,9 @@ def client_statistics(
     Args:
         noise_multiplier: noise standard deviation over the norm 1 of a record's contribution; None:
             no noise.
-        rows: public number near the number of records of all clients; each client divides by an
-            equal share, the server multiplies by it.
-        sums: number of sums; None: one per client, or one of all clients if clients do not add the
-            noise themselves.
+        rows: public number near the number of records of all clients. Each client divides its sum
+            by an equal share, and the server multiplies by it.
+        sums: number of sums; None: one per client with local noise, otherwise one.
     """
     space = StatisticsSpace(facts.shape, facts.classes)
     mechanism = SumMechanisms(facts, noise_multiplier, rows).mechanism()
@@ -152,8 +153,7 @@ def client_statistics(
 
 
 def _stacked(responses: Sequence[NDArray[Any]], round_: int, streams: RandomStreams) -> Tensor:
-    """Return the responses one after the other, times their number, by which the strategy divides
-    (``CohortStrategy.mean``)."""
+    """Stack the responses, times their number to cancel the division in ``CohortStrategy.mean``."""
     del round_, streams
     return torch.stack([torch.from_numpy(each).double() for each in responses]) * len(responses)
 

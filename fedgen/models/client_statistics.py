@@ -3,14 +3,14 @@ records, each of a contribution with norm at most 1.
 
     images       low-pass image, in the block of the label
     counts       1, in the entry of the label
-    all_images   low-pass image, for all labels together: it has less noise than the sum over labels
+    all_images   low-pass image, for all labels together: less noisy than a sum of ``images``
     total        1
     amplitudes   norm of the image in each band of spatial frequencies
     histogram    square root of the share of pixels at each intensity
 
 Intensities are scaled from [0, 1] to [-1, 1], so that an inverted image is the negative one. A
 low-pass image has the lowest DCT coefficients of the image, as an image of at most ``_MAX_SIDE``
-pixels per side: mirroring and rotating commute with this.
+pixels per side: mirroring and rotation commute with this reduction.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ NOISE = Statistics(
         for weight in (_IMAGE, _COUNT, _ALL_IMAGES, _TOTAL, _AMPLITUDE, _HISTOGRAM)
     )
 )
-"""Standard deviation of the noise in each entry, for a sum of contributions with noise of standard
-deviation 1."""
+"""Standard deviation of the noise in each statistic if the sum of contributions has noise of
+standard deviation 1."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class StatisticsSpace:
 
     @cached_property
     def bands(self) -> list[Tensor]:
-        """Coefficients of each band."""
+        """Mask of the DCT coefficients in each band."""
         rows, columns = (torch.arange(length) for length in self.side)
         frequency = torch.maximum(rows[:, None], columns).flatten()
         edges = itertools.pairwise(_BANDS)
@@ -174,7 +174,7 @@ class StatisticsSpace:
 
     @cached_property
     def to_low_pass(self) -> Tensor:
-        """Map from these coefficients to the pixels of a low-pass image, orthonormal."""
+        """Orthonormal map from the kept DCT coefficients to the pixels of a low-pass image."""
         return StatisticsSpace((1, *self.side), 1)._basis.T
 
 
@@ -201,8 +201,8 @@ def mean_images(space: StatisticsSpace, sums: Tensor, std: float) -> Tensor:
     """Return the mean low-pass image of each label at each client, (clients, labels, channels, h,
     w), from noisy sums (clients, ``size``).
 
-    Deviations of a client from the mean over clients are shrunk like those of labels: clients that
-    do not differ have the mean over clients, and those that do, their own images.
+    Deviations of a client from the mean over clients are shrunk like those of labels: clients
+    without a detectable difference have nearly the mean over clients, others their own images.
 
     Args:
         std: standard deviation of the noise in each entry of ``sums``.
@@ -220,9 +220,9 @@ def mean_images(space: StatisticsSpace, sums: Tensor, std: float) -> Tensor:
 
 
 def _shrunk(space: StatisticsSpace, deviations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the expectation of deviations (labels, channels, pixels), given these with noise of
-    variance (labels,), and the variance of its error (labels,): their own variance is estimated in
-    each band of frequencies."""
+    """Return the posterior mean of deviations (labels, channels, pixels) that were observed with
+    noise of variance (labels,), and the posterior variance (labels,). The prior variance in each
+    band of frequencies is estimated from all labels."""
     coefficients = deviations @ space.to_low_pass.T  # white noise stays white
     shrunk, errors = torch.zeros_like(coefficients), torch.zeros_like(noise)
     weights = 1 / noise.square().clamp(min=1e-24)

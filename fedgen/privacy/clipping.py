@@ -237,8 +237,8 @@ def sum_of_rows(
 
 
 def joint_sum(*parts: ClippedSum) -> ClippedSum:
-    """Return sums over the same examples as one: the contribution of an example to all of them has
-    at most the root of the sum of their squared clip norms."""
+    """Combine sums over the same examples: the joint contribution of an example has at most the
+    root of the sum of the squared clip norms."""
     norms = torch.stack([part.norms for part in parts]).square().sum(0).sqrt()
     gradients = {
         f"{number:04d} {name}": gradient

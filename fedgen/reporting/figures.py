@@ -58,7 +58,7 @@ def write_image(image: NDArray[np.uint8], to: Path | IO[bytes], synthetic: bool 
 def contact_sheet(
     images: NDArray[np.uint8], rows: list[str], columns: list[str], path: Path
 ) -> None:
-    """Write synthetic images (rows, columns, channels, h, w) as a table with titles."""
+    """Write synthetic images (rows, columns, channels, h, w) as a grid with titles."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

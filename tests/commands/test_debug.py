@@ -33,7 +33,7 @@ def test_clients_with_a_fault_are_found_and_explained(rotated: Path) -> None:
     found = {number: row for number, row in clients(rotated).items() if row["differs"]}
     assert len(found) == 2
     for row in found.values():
-        assert row["explanation"]["fault"] == "rotated by 90 degrees"
+        assert row["explanation"]["fault"] == "rotated by 90 degrees counterclockwise"
         assert 0.8 < row["explanation"]["share"] < 1.2 and row["p_value"] < 0.01
     width, height = Image.open(rotated / "clients.png").size
     assert width > 600 and height > 400  # a row per client
@@ -71,14 +71,17 @@ def test_a_group_of_clients_keeps_its_numbers(tmp_path: Path) -> None:
 
 
 @kills("fedgen/commands/debug.py", "if clients < FEWEST:", "if clients < 1:")
-@kills("fedgen/commands/debug.py", "if images < _CLEAR_CLIENT * noise:", "if False:")
+@kills("fedgen/commands/debug.py", "if images < _MIN_COUNT * noise:", "if False:")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["partition.clients=4"], "partition: 4 client(s) cannot be compared"),
-        (["partition=single"], "partition: 1 client(s) cannot be compared"),
-        (["privacy.target_epsilon=0.05"], "privacy.target_epsilon: the noise hides a client of "),
-        (["privacy.unit=client"], "privacy.target_epsilon: the noise hides a client"),
+        (["partition.clients=4"], "partition: 4 client(s) are too few"),
+        (["partition=single"], "partition: 1 client(s) are too few"),
+        (
+            ["privacy.target_epsilon=0.05"],
+            "privacy.target_epsilon: the noise in the number of a client's images",
+        ),
+        (["privacy.unit=client"], "privacy.target_epsilon: the noise is too large"),
         (["privacy.aggregation=secure"], "privacy.aggregation: "),
         (["resume=x"], "resume"),
         (["corruption.fault=melted"], "corruption.fault"),

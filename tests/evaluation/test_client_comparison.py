@@ -28,7 +28,7 @@ from fedgen.models.client_statistics import Statistics, StatisticsSpace
 SPACE = StatisticsSpace((1, 8, 8), 10)
 EXPLAINED = {
     "inverted": "inverted",
-    "rotated": "rotated by 90 degrees",
+    "rotated": "rotated by 90 degrees counterclockwise",
     "mirrored": "mirrored left to right",
     "labels_shifted": "labels shifted by +1",
     "one_label": "label 0 for all images",
