@@ -51,7 +51,8 @@ def debug(config: DictConfig) -> str:
     place = Path(config.run_dir or time.strftime("runs/debug-%Y%m%d-%H%M%S"))
     check_no_links(place, "run_dir")
     check_place(config, place)
-    run = part_config(config, config.group, place / _RUN)
+    run = part_config(config, None, place / _RUN)
+    run.group = config.group
     _check(run)
     write_start(config, place)
     failed = complete({_RUN: run}, place, 1, _RUN)
@@ -73,21 +74,28 @@ def _check(run: DictConfig) -> None:
     validation.check(run)
     ready = setup.setup(run)
     clients = len(ready.shards)
+    if ready.noise is None:
+        problem = "adds no noise, relative to which clients are compared"
+        raise FedgenError("privacy", problem, "use privacy=dp, with a large ε if need be")
+    if run.method.sums not in (None, clients):
+        problem = f"is {run.method.sums}, and there are {clients} clients"
+        raise FedgenError("method.sums", problem, "leave it out")
     if clients < FEWEST:
         problem = f"{clients} client(s) are too few to compare"
-        remedy = f"use one with at least {FEWEST}, or look at samples of method=mixture"
-        raise FedgenError("partition", problem, remedy)
+        remedy = f"use {FEWEST} or more, or look at samples of method=mixture"
+        raise FedgenError("partition" if run.group is None else "group", problem, remedy)
     is_client = ready.method.plan.unit is Unit.CLIENT
-    images = 1.0 if is_client else float(run.method.rows) / clients
-    noise = (ready.noise or 0.0) * float(NOISE.total)
+    everyone = clients if run.group is None else len(setup.partitioned_data(run)[1])
+    images = 1.0 if is_client else float(run.method.rows) / everyone
+    noise = ready.noise * float(NOISE.total)
     if images < _MIN_COUNT * noise:
         problem = "the noise is too large to distinguish single clients"
-        remedy = "raise it, or set privacy.unit=record"
+        remedy = "allow a larger ε, or set privacy.unit=record"
         if not is_client:
             problem = f"the noise in the number of a client's images, {noise:.0f}, is too large "
             problem += f"for clients of about {images:.0f} images"
-            remedy = "raise it, or use a partition with fewer clients"
-        raise FedgenError("privacy.target_epsilon", problem, remedy)
+            remedy = "allow a larger ε, or use a partition with fewer clients"
+        raise FedgenError("privacy", problem, remedy)
 
 
 def _compare(config: DictConfig, place: Path) -> str:
@@ -96,7 +104,7 @@ def _compare(config: DictConfig, place: Path) -> str:
     space = StatisticsSpace(published.shape, published.classes)
     sums, std = published.weights["sums"].double(), float(published.weights["std"])
     comparison = compare(space, [space.split(row) for row in sums], std)
-    numbers = range(len(sums)) if config.group is None else list(config.group)
+    numbers = range(len(sums)) if config.group is None else sorted(config.group)
     rows = comparison.ranking[:_SHEET_CLIENTS]
     largest = np.argsort(-space.split(sums.sum(0)).counts.numpy())
     labels = np.sort(largest[:_SHEET_LABELS])

@@ -134,8 +134,11 @@ def write_start(config: DictConfig, place: Path) -> None:
 
 
 def _settings_text(config: DictConfig) -> str:
-    settings = OmegaConf.masked_copy(config, ["debug", "seed"])
-    return json.dumps(OmegaConf.to_container(settings, resolve=True), sort_keys=True) + "\n"
+    settings = OmegaConf.to_container(
+        OmegaConf.masked_copy(config, ["debug", "seed"]), resolve=True
+    )
+    assert isinstance(settings, dict)
+    return json.dumps({**settings, "method": config.method.type}, sort_keys=True) + "\n"
 
 
 def check_place(config: DictConfig, place: Path) -> None:
@@ -145,7 +148,7 @@ def check_place(config: DictConfig, place: Path) -> None:
     if not (place / _SETTINGS_FILE).is_file():
         raise FedgenError("run_dir", f"{place} contains other files", "choose another")
     if (place / _SETTINGS_FILE).read_text() != _settings_text(config):
-        problem = f"{place} has different debug settings or another seed"
+        problem = f"{place} has different debug settings, another method or another seed"
         raise FedgenError("run_dir", problem, "choose another")
 
 

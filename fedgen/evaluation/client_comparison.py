@@ -193,7 +193,7 @@ class _View:
     counts: estimated counts of the labels.
     spread: root of their covariance by noise, (labels, ...).
     weights: of the images of each label, (labels,): zero if there are too few among the others,
-        whose mean has an error.
+        whose mean has an error; weight: the same, of sums over all labels.
     usual: expected statistics per image; ``counts`` are shares of labels.
     std: standard deviation of the noise, over ``NOISE``.
     """
@@ -203,6 +203,7 @@ class _View:
     counts: Tensor
     spread: Tensor
     weights: Tensor
+    weight: float
     usual: Statistics
     std: float
 
@@ -214,22 +215,29 @@ class _View:
         count_noise = std * float(NOISE.counts)
         clear = total.counts > _CLEAR_COUNT * count_noise * math.sqrt(terms)
         means, errors = label_means(space, total, std * math.sqrt(terms))
-        shares = total.counts.clamp(min=0) / total.counts.clamp(min=0).sum()
+        positive = total.counts.clamp(min=0)
+        shares = (positive + 1e-9) / (positive + 1e-9).sum()
+        total_noise = std * float(NOISE.total) * math.sqrt(terms)
+        images = total.total.clamp(min=max(total_noise, 1e-9))
         usual = Statistics(
             means,
             shares,
-            total.all_images / total.total,
+            total.all_images / images,
             torch.ones((), dtype=torch.float64),
-            total.amplitudes / total.total,
-            total.histogram / total.total,
+            total.amplitudes / images,
+            total.histogram / images,
         )
         counts, spread = _estimated_counts(client, shares, std)
         # the error of a mean over others, times the count, over the noise in a sum
         errors = errors * (counts / (std * float(NOISE.images))).square()
         of_totals = counts / torch.where(clear, total.counts, math.inf) * count_noise
-        spread = torch.cat([spread, torch.diag(of_totals * math.sqrt(terms))], 1)
-        weights = torch.where(clear, (1 + errors).rsqrt(), 0.0)
-        return cls(space, client, counts, spread, weights, usual, std)
+        of_images = (counts * total_noise / images)[:, None]
+        spread = torch.cat([spread, torch.diag(of_totals * math.sqrt(terms)), of_images], 1)
+        # of a mean over all images of others, in the same way
+        error_of_all = terms * (counts.sum() / images).square()
+        weights = torch.where(clear, (1 + errors + error_of_all).rsqrt(), 0.0)
+        weight = float((1 + error_of_all).rsqrt())
+        return cls(space, client, counts, spread, weights, weight, usual, std)
 
     @property
     def entries(self) -> int:
@@ -252,7 +260,10 @@ class _View:
             client.amplitudes / NOISE.amplitudes,
             client.histogram / NOISE.histogram,
         ]
-        observed = [self._images(client.images).flatten(), torch.cat(parts) / self.std]
+        observed = [
+            self._images(client.images).flatten(),
+            torch.cat(parts) * self.weight / self.std,
+        ]
         return torch.cat(observed) - self.predicted(expected)
 
     def metric(self, expected: Statistics) -> _Metric:
@@ -265,7 +276,7 @@ class _View:
             [expected.amplitudes / NOISE.amplitudes, expected.histogram / NOISE.histogram]
         )
         parts = [images / NOISE.all_images, rest.expand(len(images), -1)]
-        return self._images(expected.images), torch.cat(parts, 1) / self.std
+        return self._images(expected.images), torch.cat(parts, 1) * self.weight / self.std
 
     def _images(self, images: Tensor) -> Tensor:
         return self.weights[:, None] * images.flatten(1) / NOISE.images / self.std
@@ -357,10 +368,7 @@ def _variants(
 
 def _estimates(view: _View, named: Sequence[Fault]) -> dict[str, tuple[float, float]]:
     """Return the estimate and its standard deviation by noise, of each test."""
-    shares = {
-        str(number): view.share(expected)
-        for number, (_, expected) in enumerate(_variants(view, named, tested=True))
-    }
+    shares = {name: view.share(expected) for name, expected in _variants(view, named, tested=True)}
     # above the noise, distances vary between clients by factors
     scaled = view.distance(view.usual) / (2 * view.distance_noise)
     distance = math.asinh(scaled), 0.5 / math.hypot(1, scaled)
@@ -392,7 +400,7 @@ def _explanation(
         others = [
             name
             for name, value in remaining.items()
-            if name != best and (value - remaining[best]) * view.norm < _AS_GOOD
+            if 0 < (value - remaining[best]) * view.norm < _AS_GOOD
         ]
         return Explanation(best, share, error, p_value, min(explained, 1.0), others)
     share, error = repeated

@@ -83,13 +83,18 @@ def _channels_permuted(
 def _unrelated_labels(
     space: StatisticsSpace, usual: Statistics, client: Statistics
 ) -> Iterator[tuple[str, Statistics]]:
+    del space, client
     mean = torch.tensordot(usual.counts, usual.images, 1)
-    images = mean.expand_as(usual.images)
-    share, label = (client.counts / client.counts.sum().clamp(min=1e-9)).max(0)
-    name = "labels unrelated to the images"
+    yield "labels unrelated to the images", replace(usual, images=mean.expand_as(usual.images))
+
+
+def _one_label(
+    space: StatisticsSpace, usual: Statistics, client: Statistics
+) -> Iterator[tuple[str, Statistics]]:
+    share, label = (client.counts / client.total.clamp(min=1)).max(0)
     if share > _MIN_DOMINANT and space.classes > 1:
-        name = f"label {int(label)} for all images"
-    yield name, replace(usual, images=images)
+        [(_, expected)] = _unrelated_labels(space, usual, client)
+        yield f"label {int(label)} for all images", expected
 
 
 def _shifted_labels(
@@ -181,6 +186,7 @@ def faults() -> list[Fault]:
         Fault("inverted", _inverted),
         Fault("orientation", _reoriented),
         Fault("channels", _channels_permuted),
+        Fault("one label", _one_label, tested=False),  # before the next, which predicts the same
         Fault("unrelated labels", _unrelated_labels),
         Fault("constant", _constant),
         Fault("blurred", _blurred),

@@ -65,9 +65,16 @@ def test_a_repeated_command_resumes(
 
 
 def test_a_group_of_clients_keeps_its_numbers(tmp_path: Path) -> None:
-    words = [*DIGITS, "group=[1,2,3,5,6,7]", f"run_dir={tmp_path / 'run'}"]
+    words = [*DIGITS, "group=[7,6,5,3,2,1]", f"run_dir={tmp_path / 'run'}"]
     assert cli.run(["debug", *words]) == 0
     assert sorted(clients(tmp_path / "run")) == [1, 2, 3, 5, 6, 7]
+    named = ["corruption.fraction=0.13", "corruption.fault=inverted"]
+    for group, name in ((["group=[7,6,5,4,3,2]"], "part"), ([], "all")):
+        assert cli.run(["debug", *DIGITS, *named, *group, f"run_dir={tmp_path / name}"]) == 0
+    part, everyone = (clients(tmp_path / name) for name in ("part", "all"))
+    assert [n for n in part if part[n]["differs"]] == [
+        n for n in everyone if everyone[n]["differs"]
+    ]
 
 
 @kills("fedgen/commands/debug.py", "if clients < FEWEST:", "if clients < 1:")
@@ -79,10 +86,15 @@ def test_a_group_of_clients_keeps_its_numbers(tmp_path: Path) -> None:
         (["partition=single"], "partition: 1 client(s) are too few"),
         (
             ["privacy.target_epsilon=0.05"],
-            "privacy.target_epsilon: the noise in the number of a client's images",
+            "privacy: the noise in the number of a client's images",
         ),
-        (["privacy.unit=client"], "privacy.target_epsilon: the noise is too large"),
+        (["privacy.unit=client"], "privacy: the noise is too large"),
         (["privacy.aggregation=secure"], "privacy.aggregation: "),
+        (["privacy=none"], "privacy: adds no noise"),
+        (["method.sums=1"], "method.sums: is 1, and there are 8 clients"),
+        (["group=[0,1,2]"], "group: 3 client(s) are too few"),
+        (["group=3"], "group"),
+        (["group=[a,b]"], "group"),
         (["resume=x"], "resume"),
         (["corruption.fault=melted"], "corruption.fault"),
     ],

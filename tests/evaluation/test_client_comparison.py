@@ -92,6 +92,28 @@ def test_clean_clients_are_not_reported() -> None:
     assert number <= 1
 
 
+@kills(
+    "fedgen/evaluation/client_comparison.py",
+    "weight = float((1 + error_of_all).rsqrt())",
+    "weight = 1.0",
+)
+@pytest.mark.parametrize("sizes", [[1000, *[50] * 10], [0] * 8, [600, *[0] * 7], [30] * 5])
+def test_clean_clients_of_any_size_are_not_reported(sizes: list[int]) -> None:
+    """Also where noise hides all images of the others; of 6 federations, none is reported but with
+    a probability of 6 %, and two or more with 0.15 %."""
+    data, alarms = digits(STREAMS), 0
+    for seed in range(6):
+        rng, clients = np.random.default_rng(seed), []
+        for size in sizes:
+            rows = rng.choice(len(data.labels), size, replace=False)
+            pixels = torch.from_numpy(data.images[rows]).float() / 255
+            exact = SPACE.contribution(pixels, torch.from_numpy(data.labels[rows])).flat()
+            noise = torch.from_numpy(rng.normal(size=SPACE.size))
+            clients.append(SPACE.split(exact + noise))
+        alarms += bool(reported(compare(SPACE, clients, 1.0)))
+    assert alarms <= 1
+
+
 def test_a_share_of_faulty_images_is_estimated() -> None:
     """Half of the images of the first client are inverted."""
     clean, faulty = (client_sums(fault, 1, 5, 1e-6)[0] for fault in (None, "inverted"))
