@@ -109,7 +109,7 @@ def _compare(config: DictConfig, place: Path) -> str:
     largest = np.argsort(-space.split(sums.sum(0)).counts.numpy())
     labels = np.sort(largest[:_SHEET_LABELS])
     means = mean_images(space, sums, std)
-    images = [space.to_pixels(means[client, labels.copy()]).numpy() for client in rows]
+    images = [space.to_pixels(means[client, labels]).numpy() for client in rows]
     contact_sheet(
         (np.stack(images) * 255).round().astype(np.uint8),
         [_row_title(numbers[client], client, comparison) for client in rows],

@@ -49,9 +49,8 @@ _SETTINGS_FILE = "debug.json"  # settings of a directory of fedgen debug
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of clients by role: reserved clients, whose clean images train the classifier, and
-    the groups, each in as many parts of equal size as there are generators, because the noise
-    depends on the size.
+    """Numbers of clients by role: reserved clients, which train the classifier, and the groups, in
+    as many parts of equal size as there are generators, because the noise depends on the size.
 
     bugged: (clients,), true for clients with the bug, which would not be known in practice.
     accuracies: (clients,), accuracy of the classifier on the images of each client; NaN for
@@ -187,11 +186,11 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
         FedgenError: if a group has too few clients.
     """
     settings = config.debug
-    apart = _reserved(config, len(clients))
-    others = np.setdiff1d(np.arange(len(clients)), apart)
+    reserved = _reserved(config, len(clients))
+    others = np.setdiff1d(np.arange(len(clients)), reserved)
     streams = RandomStreams.from_seed(config.seed, "seeded").at("data")
     has_bug = sample_bugged_clients(len(clients), config.corruption.fraction, streams)
-    reserved_records = np.concatenate([clients[client] for client in apart])
+    reserved_records = np.concatenate([clients[client] for client in reserved])
     print(
         "training the classifier that selects suspect clients: takes minutes the first time",
         flush=True,
@@ -224,7 +223,7 @@ def split_clients(config: DictConfig, held: Dataset, clients: list[Index]) -> Sp
         dealt = torch.randperm(len(members), generator=streams.public("parts", name)).numpy()
         parts = np.split(dealt[: size * settings.generators], settings.generators)
         groups[name] = [np.sort(members[part]) for part in parts]
-    return Split(apart, groups, has_bug, accuracies)
+    return Split(reserved, groups, has_bug, accuracies)
 
 
 def part_config(

@@ -1,5 +1,5 @@
-"""Find clients whose noisy statistics differ from those of the others by more than noise and the
-usual differences between clients, and explain the difference by a named fault.
+"""Find clients with noisy statistics that differ from those of the others by more than noise and
+normal variation between clients, and explain the difference by a named fault.
 
 Each client is compared with the mean over the others, excluding clients already reported. D is the
 difference between its statistics and their prediction from the means of labels; d is the same
@@ -55,7 +55,7 @@ class Explanation:
     error: standard error of the share by noise.
     p_value: goodness of fit: probability of a remaining distance at least this large for a client
         without a fault; None for repeated images, which have no predicted statistics.
-    explained: share of the squared distance beyond noise that it explains.
+    explained: share of the squared distance beyond noise that it explains; None as above.
     others: other faults that explain it as well.
     """
 
@@ -63,7 +63,7 @@ class Explanation:
     share: float
     error: float
     p_value: float | None
-    explained: float
+    explained: float | None
     others: list[str] = field(default_factory=list)
 
 
@@ -192,8 +192,8 @@ class _View:
 
     counts: estimated counts of the labels.
     spread: root of their covariance by noise, (labels, ...).
-    weights: of the images of each label, (labels,): zero if there are too few among the others,
-        whose mean has an error; weight: the same, of sums over all labels.
+    weights: of the images of each label, (labels,), lower if the mean over the others is noisy, and
+        zero if they have too few; weight: the same, of sums over all labels.
     usual: expected statistics per image; ``counts`` are shares of labels.
     std: standard deviation of the noise, over ``NOISE``.
     """
@@ -405,7 +405,7 @@ def _explanation(
         return Explanation(best, share, error, p_value, min(explained, 1.0), others)
     share, error = repeated
     if share > max(0.5, 4 * error):
-        return Explanation(_REPEATED, float(share), float(error), None, 1.0)
+        return Explanation(_REPEATED, float(share), float(error), None, None)
     return None
 
 

@@ -57,11 +57,9 @@ def _reoriented(
     yield "mirrored top to bottom", replace(usual, images=images.flip(2))
     yield "rotated by 180 degrees", replace(usual, images=images.flip((2, 3)))
     if space.shape[1] == space.shape[2]:
-        yield (
-            "rotated by 90 degrees counterclockwise",
-            replace(usual, images=images.rot90(1, (2, 3))),
-        )
-        yield "rotated by 90 degrees clockwise", replace(usual, images=images.rot90(3, (2, 3)))
+        for turns, direction in ((1, "counterclockwise"), (3, "clockwise")):
+            turned = replace(usual, images=images.rot90(turns, (2, 3)))
+            yield f"rotated by 90 degrees {direction}", turned
         yield "transposed", replace(usual, images=images.transpose(2, 3))
 
 
@@ -74,10 +72,8 @@ def _channels_permuted(
         for order in itertools.permutations(channels):
             if order != tuple(channels):
                 named = ", ".join(str(channel + 1) for channel in order)
-                yield (
-                    f"channels in the order {named}",
-                    replace(usual, images=usual.images[:, order]),
-                )
+                images = usual.images[:, order]
+                yield f"channels in the order {named}", replace(usual, images=images)
 
 
 def _unrelated_labels(
@@ -146,9 +142,8 @@ def _blurred(
 
 def _scaled(space: StatisticsSpace, usual: Statistics, scale: float, offset: float) -> Statistics:
     """Return the expectation for intensities ``scale`` x + ``offset`` in [0, 1]."""
-    white = 1 / math.sqrt(
-        space.shape[0] * math.prod(space.side)
-    )  # value of each entry of a white image
+    # value of each entry of a white image
+    white = 1 / math.sqrt(space.shape[0] * math.prod(space.side))
     shift = scale + 2 * offset - 1
     images = scale * usual.images + shift * white
     amplitudes = scale * usual.amplitudes
@@ -163,8 +158,8 @@ def _scaled(space: StatisticsSpace, usual: Statistics, scale: float, offset: flo
 def _filtered(
     space: StatisticsSpace, usual: Statistics, factor: Callable[[Tensor], Tensor]
 ) -> Statistics:
-    """Return the expectation for images whose frequencies, in radians per pixel, are multiplied by
-    a factor."""
+    """Return the expectation for images with frequencies, in radians per pixel, multiplied by a
+    factor."""
     rows, columns = (
         math.pi * torch.arange(kept, dtype=torch.float64) / length
         for kept, length in zip(space.side, space.shape[1:], strict=True)

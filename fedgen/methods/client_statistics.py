@@ -1,5 +1,5 @@
-"""Client statistics: one noisy sum per client, from which ``fedgen debug`` finds clients whose
-images differ from those of others, and names the fault.
+"""Client statistics: one noisy sum per client, by which ``fedgen debug`` finds clients with faulty
+images or labels, and names the fault.
 
     client    once: (sum over records of s(x, y) + N(0, sigma^2)) / (rows / clients)
     server    stores the sums of each client; with secure or trusted sums, the sum of all
@@ -155,7 +155,8 @@ def client_statistics(
 def _stacked(responses: Sequence[NDArray[Any]], round_: int, streams: RandomStreams) -> Tensor:
     """Stack the responses, times their number to cancel the division in ``CohortStrategy.mean``."""
     del round_, streams
-    return torch.stack([torch.from_numpy(each).double() for each in responses]) * len(responses)
+    stacked = torch.stack([torch.from_numpy(response).double() for response in responses])
+    return stacked * len(responses)
 
 
 def _worst_case(sequence: SumSequence, shape: tuple[int, int, int]) -> WorstCase:

@@ -35,7 +35,7 @@ INTENSITIES = 8
 
 _MAX_SIDE = 16
 _BANDS = (0, 1, 2, 4, 8, _MAX_SIDE)  # edges in DCT coefficients; frequencies above are one more
-# weights of the parts of a contribution, whose squares add up to less than 1
+# weights of the parts of a contribution: their squares add up to less than 1
 _IMAGE, _COUNT, _ALL_IMAGES, _TOTAL, _AMPLITUDE, _HISTOGRAM = 0.56, 0.39, 0.56, 0.28, 0.28, 0.24
 _OF_LABEL = math.hypot(_IMAGE, _COUNT)
 _OF_ALL = math.hypot(_ALL_IMAGES, _TOTAL, _AMPLITUDE, _HISTOGRAM)

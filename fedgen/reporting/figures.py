@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -58,7 +59,8 @@ def write_image(image: NDArray[np.uint8], to: Path | IO[bytes], synthetic: bool 
 def contact_sheet(
     images: NDArray[np.uint8], rows: list[str], columns: list[str], path: Path
 ) -> None:
-    """Write synthetic images (rows, columns, channels, h, w) as a grid with titles."""
+    """Write generated images (rows, columns, channels, h, w) as a grid with titles; see
+    ``write_image``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,18 +70,21 @@ def contact_sheet(
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    gap = 1 + height // 14
-    sheet = np.full((down * (height + gap), across * (width + gap), channels), 255, dtype=np.uint8)
+    margin = 1 + height // 14
+    tall, wide = height + margin, width + margin
+    sheet = np.full((down * tall, across * wide, channels), 255, dtype=np.uint8)
     for row, column in np.ndindex(down, across):
-        top, left = row * (height + gap), column * (width + gap)
+        top, left = row * tall, column * wide
         sheet[top : top + height, left : left + width] = images[row, column].transpose(1, 2, 0)
     axes.imshow(sheet[:, :, 0] if channels == 1 else sheet, cmap="gray", vmin=0, vmax=255)
-    axes.set_yticks([row * (height + gap) + height / 2 for row in range(down)], rows)
-    axes.set_xticks([c * (width + gap) + width / 2 for c in range(across)], columns)
+    axes.set_yticks([row * tall + height / 2 for row in range(down)], rows)
+    axes.set_xticks([column * wide + width / 2 for column in range(across)], columns)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.set_frame_on(False)
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_image(np.asarray(Image.open(picture).convert("RGB")).transpose(2, 0, 1), path)
 
 
 def lower_bounds(

@@ -122,3 +122,9 @@ def test_a_foreign_folder_is_left_unchanged(
 def test_the_run_can_be_sampled(rotated: Path, tmp_path: Path) -> None:
     words = [f"run={rotated / 'statistics'}", "n=20", f"out={tmp_path / 'samples.png'}"]
     assert cli.run(["sample", *words]) == 0
+
+
+def test_the_contact_sheet_is_marked_as_generated(rotated: Path) -> None:
+    assert (
+        "trainedAlgorithmicMedia" in Image.open(rotated / "clients.png").text["XML:com.adobe.xmp"]
+    )

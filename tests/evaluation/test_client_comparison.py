@@ -3,6 +3,7 @@ stated."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import get_args
 
@@ -26,17 +27,7 @@ from fedgen.evaluation.client_comparison import (
 from fedgen.models.client_statistics import Statistics, StatisticsSpace
 
 SPACE = StatisticsSpace((1, 8, 8), 10)
-EXPLAINED = {
-    "inverted": "inverted",
-    "rotated": "rotated by 90 degrees counterclockwise",
-    "mirrored": "mirrored left to right",
-    "labels_shifted": "labels shifted by +1",
-    "one_label": "label 0 for all images",
-    "black": "black images",
-    "darker": "intensities times 1/16",
-    "blurred": "blurred",
-    "repeated": "repeated images",
-}
+EXPLAINED = runpy.run_path("scripts/debug_power.py")["EXPLANATIONS"]
 
 
 def client_sums(
