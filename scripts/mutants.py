@@ -36,7 +36,7 @@ from mutation import Mutant, mutants  # noqa: E402
 LAZY = ("torch.utils.tensorboard", "matplotlib.backends.backend_agg", "sklearn.datasets", "ray")
 OWN = ("fedgen", "conftest", "tiny")
 PLAIN = ("-x", "-q", "--tb=native", "--assert=plain", "-p", "no:cacheprovider")
-COPIED = ("fedgen", "tests", "pyproject.toml")
+COPIED = ("fedgen", "scripts", "tests", "pyproject.toml")
 TEMPORARY = os.environ.get("PYTEST_DEBUG_TEMPROOT")  # as for pytest; None: the default
 
 
