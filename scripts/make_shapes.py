@@ -6,7 +6,8 @@
 Discs, squares, triangles, rings and crosses of any colour, position and size on any other colour,
 striped or not, with soft edges and a little noise. A tenth of a file's images is the test split.
 With ``--clients``, the output is images, ``FOLDER/CLIENT/LABEL/NUMBER.png``; with several images
-per person, ``FOLDER/images.csv`` groups images of one colour on one background.
+per person, which have one colour on one background, ``FOLDER/CLIENT/LABEL/PERSON/NUMBER.png``, and
+``FOLDER/images.csv`` lists them.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def write_folders(
     lines = []
     for number, (label, image) in enumerate(zip(labels, images, strict=True)):
         person = number // each
-        name = f"client{person // len(SHAPES) % clients}/{SHAPES[label].__name__}/{number}.png"
+        client, below = f"client{person // len(SHAPES) % clients}", f"person{person}/" * (each > 1)
+        name = f"{client}/{SHAPES[label].__name__}/{below}{number}.png"
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(place / name)
         lines.append((name, SHAPES[label].__name__, name.split("/")[0], f"person{person}"))

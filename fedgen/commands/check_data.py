@@ -11,7 +11,13 @@ from fedgen.config.compose import compose
 from fedgen.config.overrides import shell_quote, to_override_value
 from fedgen.data.datasets import Dataset
 from fedgen.privacy.budget import delta_problem
-from fedgen.run.preflight import MIN_IMAGES, narrow_range, rare_labels, unread_columns
+from fedgen.run.preflight import (
+    MIN_IMAGES,
+    likely_persons,
+    narrow_range,
+    rare_labels,
+    unread_columns,
+)
 from fedgen.run.setup import partitioned_data
 
 
@@ -88,8 +94,8 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "a person has images at several clients, and no client can protect them alone: with "
             "privacy.unit=person use partition=single"
         )
-    warnings += unread_columns(dataset)
-    if dataset.persons is None:
+    warnings += unread_columns(dataset) + likely_persons(dataset)
+    if dataset.persons is None and not dataset.likely_persons:
         warnings.append(
             "ε protects single images: several images of one person are separate records"
         )

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Dataset, ExampleKeys, Images, Labels, build_dataset, data_root
-from fedgen.data.images import read_images
+from fedgen.data.datasets import Dataset, ExampleKeys, Images, build_dataset, data_root
+from fedgen.data.images import Reading, read_images
+from fedgen.data.labels import combine
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_bounded
 
 _MAX_LIST_BYTES = 2**26
 
 
-def celeba(root: str | None, **_: object) -> Dataset:
-    """Load CelebA at 32x32 with gender as the label, from the user's own copy in torchvision's
-    layout: ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
+def celeba(root: str | None, label: str | Sequence[str] = "Male", **_: object) -> Dataset:
+    """Load CelebA at 32x32 from the user's own copy in torchvision's layout:
+    ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
     ``celeba/list_eval_partition.txt``. The validation split is not used.
 
+    Args:
+        label: attribute, e.g. gender, or several: all combinations (``labels.combine``).
+
     Raises:
-        FedgenError: if files are missing or malformed.
+        FedgenError: if files are missing or malformed, or for an unknown attribute.
     """
     folder = data_root(root) / "celeba"
+    attributes = [label] if isinstance(label, str) else list(label)
     try:
-        names, male = _celeba_attribute(folder / "list_attr_celeba.txt", "Male")
-        parts = dict(map(str.split, _lines(folder / "list_eval_partition.txt")))
-        part = np.array([int(parts[name]) for name in names])
+        names, known, values = _attributes(folder / "list_attr_celeba.txt")
+        splits = dict(map(str.split, _lines(folder / "list_eval_partition.txt")))
+        part = np.array([int(splits[name]) for name in names])
         if any(Path(name).name != name for name in names):
             raise ValueError("an image name contains a path")
         if not {0, 2} <= set(part.tolist()):
@@ -40,23 +46,31 @@ def celeba(root: str | None, **_: object) -> Dataset:
             "list_eval_partition.txt",
         ) from error
 
+    if unknown := [attribute for attribute in attributes if attribute not in known]:
+        problem = f"CelebA has no attribute {', '.join(unknown)}"
+        raise FedgenError("data.label", problem, f"choose from {', '.join(known)}")
+    columns = values[:, [known.index(attribute) for attribute in attributes]]
+    of, labels = combine("CelebA", attributes, columns, None)
+
     def images_of(rows: NDArray[np.bool_]) -> Images:
         files = [(n, folder / "img_align_celeba" / n) for n in np.array(names)[rows].tolist()]
-        return read_images(folder, files, 32, 3, key="data.root")
+        return read_images(folder, files, Reading(32, 3), key="data.root").images
 
     train, test = part == 0, part == 2
     places = ExampleKeys("a line of list_attr_celeba.txt", "its number")
-    return build_dataset(
-        "celeba", images_of(train), male[train], images_of(test), male[test], None, 2, places
-    )
+    parts = images_of(train), of[train], images_of(test), of[test]
+    return build_dataset("celeba", *parts, None, len(labels), places, names=labels)
 
 
-def _celeba_attribute(file: Path, attribute: str) -> tuple[list[str], Labels]:
+def _attributes(file: Path) -> tuple[list[str], list[str], NDArray[np.bool_]]:
+    """Return the names of files (n,) and attributes (k,), and whether files have them (n, k)."""
     lines = _lines(file)
-    column = lines[1].split().index(attribute)
+    attributes = lines[1].split()
     rows = [line.split() for line in lines[2:] if line.strip()]
-    values = np.array([int(row[1 + column] == "1") for row in rows], dtype=np.int64)
-    return [row[0] for row in rows], values
+    values = np.array([row[1:] for row in rows])
+    if values.shape != (len(rows), len(attributes)):
+        raise ValueError("a line does not list all attributes")
+    return [row[0] for row in rows], attributes, values == "1"
 
 
 def _lines(file: Path) -> list[str]:

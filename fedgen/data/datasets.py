@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,8 @@ class Dataset:
     persons: person in each training image, (n,) int64, or None: equal numbers are one person.
     unread_columns: names of further columns, which are ignored.
     names: names of the labels in order, if public.
+    likely_persons: value of ``data.person`` that probably gives the person in each image; empty:
+        none, or persons are given.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Dataset:
     persons: Labels | None = None
     unread_columns: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
+    likely_persons: str = ""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -194,18 +197,14 @@ class Dataset:
         out, rest = np.sort(order[:count]), np.sort(order[count:])
         writers = None if self.writers is None else self.writers[rest]
         persons = None if self.persons is None else self.persons[rest]
-        return Dataset(
-            self.name,
-            self.images[rest],
-            self.labels[rest],
-            self.images[out],
-            self.labels[out],
-            writers,
-            self.classes,
-            self.example_keys,
-            writers if self._by_writer else persons,
-            self.unread_columns,
-            self.names,
+        return replace(
+            self,
+            images=self.images[rest],
+            labels=self.labels[rest],
+            test_images=self.images[out],
+            test_labels=self.labels[out],
+            writers=writers,
+            persons=writers if self._by_writer else persons,
         )
 
     def shard(self, index: Labels) -> Shard:
@@ -273,6 +272,7 @@ def build_dataset(
     persons: NDArray[np.generic] | None = None,
     unread: tuple[str, ...] = (),
     names: Sequence[str] | None = None,
+    likely_persons: str = "",
 ) -> Dataset:
     """Return a data set of these arrays.
 
@@ -325,4 +325,5 @@ def build_dataset(
         writer_numbers if persons is writers else person_numbers,
         unread,
         None if names is None else tuple(names),
+        likely_persons,
     )

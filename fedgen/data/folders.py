@@ -1,33 +1,38 @@
-"""Images of the user: an ``.npz``, or folders in common layouts.
+"""Images of the user: an ``.npz``, or files in common layouts.
 
 | layout | clients |
 |---|---|
 | ``PATH/LABEL/*.png`` | none: one set of images |
 | ``PATH/CLIENT/LABEL/*.png`` | the folders in it |
 | several paths, each ``LABEL/*.png`` | the paths, in this order |
+| the first or third with ``LABEL/PERSON/**/*.png`` and ``data.person=folder`` | none; the paths |
 | ``PATH.csv``, ``PATH.parquet`` (``tables.py``) | its column ``client``, if it has one |
+| ``PATH.tar``, several, or a folder of them (``webdataset.py``) | field ``client``, if given |
 
-Each may have ``train/`` and ``test/`` above the labels. If no client has a test split, a tenth of
-the images is one, by public streams keyed by the name of each image. Files and folders with a
-leading dot, and those created by file managers, are ignored.
+Folders may have ``train/`` and ``test/`` above the labels. If no client has a test split, a tenth
+of the images is one, by public streams keyed by the name of each image, or of its person. Files
+and folders with a leading dot, and those created by file managers, are ignored.
 
-A record is identified by its client and file name, not by its label: records are ordered by digests
-of these names, so that changing an image or its label, or adding or removing an image, moves no
-other. If a client has one file name under several labels, their order is that of the labels
-(``ExampleKeys.moves``): relabelling then moves a record, and methods that protect replaced records
-by position refuse the data.
+A record is identified by its client and file name, and by its number if a file contains several
+(frames, slices); not by its label. Records are ordered by digests of these names, so that changing
+an image or its label, or adding or removing an image, moves no other. If a client has one file name
+under several labels, their order is that of the labels (``ExampleKeys.moves``): relabelling then
+moves a record, and methods that protect replaced records by position refuse the data.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge
 
 from fedgen.data.datasets import (
     Dataset,
@@ -35,15 +40,22 @@ from fedgen.data.datasets import (
     build_dataset,
     data_root,
 )
-from fedgen.data.images import MAX_SHOWN, Channels, Side, read_images, shorten
+from fedgen.data.images import MAX_SHOWN, Channels, Reading, Side, read_images, shorten
 from fedgen.data.labels import infer_names, sort_names, validate_names
 from fedgen.data.npz import from_npz
-from fedgen.data.tables import TABLES, Listing, Record, read_listing
+from fedgen.data.scans import Axis, Window, validate_tag
+from fedgen.data.tables import TABLES, Listing, Record, number_names, read_listing
+from fedgen.data.webdataset import read_archives
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 from fedgen.storage.io import digest
 
-_LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini"}
+_LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini", "DICOMDIR"}
+_SCANS = (".dcm", ".dicom", ".nii", ".nii.gz")
+_FOLDER, _TAG = "folder", "tag:"  # values of data.person
+_PREFIX = r"^([^_.-]*[0-9])[_-]"  # of file names such as P12_3.png
+Column = Annotated[int, Ge(0)] | str
+"""Number of a column of an ``.npz``, or its name in a table or archive."""
 
 
 def folder(
@@ -55,20 +67,31 @@ def folder(
     classes: int | None = None,
     labels: Sequence[str] | None = None,
     names: bool = True,
+    label: Column | Sequence[Column] | None = None,
+    person: str | None = None,
+    window: Window | None = None,
+    axis: Axis = "axial",
     **_: object,
 ) -> Dataset:
     """Read images of the user, as described in the module.
 
     Args:
-        path: file, table or folder, or several folders, relative to the working directory or to
-            ``root``.
+        path: file, table or folder, or several folders or archives, relative to the working
+            directory or to ``root``.
         size: crop images to a square and resize them to this many pixels; None: unchanged.
         channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
-        classes: number of labels of an ``.npz``; a public number, not derived from the images.
+        classes: number of labels of an ``.npz`` or of archives; a public number, not derived from
+            the images.
         labels: public names of the labels, in order, if other clients have the same and some are
             missing here; None: names of the folders. The set of folders is public, including empty
             ones.
         names: whether the names of folders are published as names of labels.
+        label: column or field of the labels; several of 0 and 1: all combinations
+            (``labels.combine``).
+        person: person in each image: a column or field; ``tag:`` and a DICOM keyword; ``folder``;
+            or a regular expression on file names, whose first group is the person.
+        window: center and width of intensities; see ``scans.py``. None: the one in each DICOM file.
+        axis: plane of the slices of NIfTI volumes.
 
     Raises:
         FedgenError: for invalid folders first, then for all invalid images together; names the
@@ -78,19 +101,53 @@ def folder(
     if not all(paths) or not paths:
         raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
     places = [_folder_path(entry, root) for entry in paths]
-    if len(places) == 1 and places[0].suffix in TABLES and not places[0].is_dir():
-        listed = read_listing(places[0], labels)
-    elif len(places) == 1 and places[0].is_file():
-        return _npz(places[0], classes, labels)
+    archives = _archives(places)
+    is_file = len(places) == 1 and places[0].is_file()
+    if is_file and not archives and places[0].suffix not in TABLES:
+        return _npz(places[0], classes, labels, label)
+    fields = label if label is None or isinstance(label, str) else list(map(str, _columns(label)))
+    tagged = person is not None and person.startswith(_TAG)
+    tag = validate_tag(str(person).removeprefix(_TAG)) if tagged else ""
+    if archives or is_file:
+        public_labels = labels
+        if labels is None and classes is not None:
+            public_labels = list(map(str, range(classes)))
+        read = (archives, read_archives) if archives else (places[0], read_listing)
+        listed = read[1](read[0], public_labels, fields, person)  # type: ignore[arg-type]
+    elif label is not None:
+        problem = "applies to tables, archives and .npz, and labels of folders are their names"
+        raise FedgenError("data.label", problem, "leave it out, or list the images in a table")
     else:
-        listed = _read_listings(places, labels)
-    records = sorted(listed.records, key=lambda r: (digest(os.fsencode(r.name)), r.label))
-    sources = [(str(record.path), record.path) for record in records]
-    images = read_images(records[0].path.parent, sources, size, channels)
+        listed = _read_listings(places, labels, persons=person == _FOLDER)
+    if person is not None and not tag and not any(record.person for record in listed.records):
+        listed = replace(listed, records=_match_persons(listed.records, person))
+    return _dataset(
+        listed, Reading(size, channels, window, axis, tag, several=True), streams, names
+    )
+
+
+def _dataset(
+    listed: Listing, reading: Reading, streams: RandomStreams, with_names: bool
+) -> Dataset:
+    """Read the files of a list and return the data set."""
+    files = listed.records
+    read = read_images(_place(files), [(str(f.file), f.file) for f in files], reading)
+    if reading.tag:
+        files = [replace(f, person=tag) for f, tag in zip(files, read.tags, strict=True)]
+    parts = [
+        (f, f"{f.name}#{number}" if count > 1 else f.name)
+        for f, count in zip(files, read.counts.tolist(), strict=True)
+        for number in range(count)
+    ]
+    keys = [(digest(os.fsencode(name)), record.label) for record, name in parts]
+    order = sorted(range(len(parts)), key=keys.__getitem__)
+    records, images = [parts[at][0] for at in order], read.images[order]
     test = np.array([_is_test(record, streams) for record in records])
     of = np.array([record.label for record in records], dtype=np.int64)
     clients = np.array([record.client for record in records], dtype=np.int64)
-    persons = np.array([record.person for record in records], dtype=np.int64)
+    person_numbers = number_names(record.person for record in records)
+    persons = np.array([person_numbers[record.person] for record in records], dtype=np.int64)
+    has_persons = "" not in person_numbers
     return build_dataset(
         "folder",
         images[~test],
@@ -100,21 +157,87 @@ def folder(
         clients[~test] if listed.clients > 1 else None,
         len(listed.labels),
         ExampleKeys(
-            "a file by its client and name",
+            "a file by its client and name, or its part by its number",
             "digests of these names",
             _UNDER_SEVERAL if listed.labels_in_names else "",
         ),
-        persons[~test] if listed.persons else None,
+        persons[~test] if has_persons else None,
         listed.unread,
-        listed.labels if labels is not None or names else None,
+        listed.labels if with_names else None,
+        "" if has_persons else _likely_persons(files, len(parts)),
     )
 
 
-def _npz(path: Path, classes: int | None, labels: Sequence[str] | None) -> Dataset:
+def _place(files: Sequence[Record]) -> Path:
+    """Return the folder of the first file, for errors."""
+    return files[0].file.parent if isinstance(files[0].file, Path) else Path(files[0].name)
+
+
+def _archives(places: Sequence[Path]) -> list[Path]:
+    """Return the tar files among these places, or in the only one; empty if there are others."""
+    inside = _visible(places[0]) if len(places) == 1 and places[0].is_dir() else list(places)
+    are_archives = all(entry.suffix == ".tar" and entry.is_file() for entry in inside)
+    return inside if are_archives else []
+
+
+def _columns(label: Column | Sequence[Column]) -> Sequence[Column]:
+    return [label] if isinstance(label, int | str) else label
+
+
+def _match_persons(records: Sequence[Record], expression: str) -> list[Record]:
+    """Return the records with the person that the first group of an expression finds in the name of
+    each file.
+
+    Raises:
+        FedgenError: for an invalid expression, or files that it does not match.
+    """
+    remedy = (
+        "give a column, tag:KEYWORD, folder, or a regular expression with a group: '^(P[0-9]+)_'"
+    )
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        problem = f"is neither a column nor a regular expression ({error})"
+        raise FedgenError("data.person", problem, remedy) from error
+    if pattern.groups < 1:
+        problem = f"is neither a column nor a regular expression with a group: {expression[:100]!r}"
+        raise FedgenError("data.person", problem, remedy)
+    matches = [pattern.search(PurePosixPath(record.name).name) for record in records]
+    persons = [match[1] if match else None for match in matches]
+    if lacking := [r.name for r, person in zip(records, persons, strict=True) if not person]:
+        problem = f"finds no person in {len(lacking)} of {len(records)} names: {shorten(lacking)}"
+        raise FedgenError("data.person", problem, "change the expression, or rename the files")
+    return [replace(r, person=str(p)) for r, p in zip(records, persons, strict=True)]
+
+
+def _likely_persons(files: Sequence[Record], images: int) -> str:
+    """Return a value of ``data.person`` if several images probably show one person, by the names
+    of their files or because a file contains several; else an empty text."""
+    names = [PurePosixPath(record.name).name for record in files]
+    if all(name.lower().endswith((".dcm", ".dicom")) for name in names):
+        return f"{_TAG}PatientID"
+    found = [match[1] for name in names if (match := re.search(_PREFIX, name))]
+    if len(found) == len(names) and 1 < len(set(found)) < 0.9 * len(found):
+        return _PREFIX
+    return "(.+)" if images > len(files) else ""
+
+
+def _npz(
+    path: Path,
+    classes: int | None,
+    labels: Sequence[str] | None,
+    label: Column | Sequence[Column] | None,
+) -> Dataset:
     """Read an ``.npz``, with the public number or the public names of its labels."""
     if path.suffix != ".npz":
-        problem = f"{path} is not a folder, a table (.csv, .parquet) or an .npz"
+        problem = f"{path} is not a folder, a table (.csv, .parquet), a .tar or an .npz"
         raise FedgenError("data.path", problem, "give one of these")
+    if label is not None:
+        columns = [int(column) for column in map(str, _columns(label)) if column.isdecimal()]
+        if len(columns) < len(_columns(label)):
+            problem = f"cannot be {label}: the columns of an .npz have no names"
+            raise FedgenError("data.label", problem, "give their numbers, e.g. 0 or [0,3]")
+        return from_npz("folder", path, None, "data.path", labels, columns)
     if labels is not None:
         labels = validate_names(labels)
         if classes not in (None, len(labels)):
@@ -172,20 +295,33 @@ def _clients(place: Path) -> list[Path]:
     )
 
 
+def _files_below(place: Path) -> list[tuple[Path, str]]:
+    """Return all files at any depth, and their paths with the name of the folder; links to folders
+    are not followed."""
+    files = [(file, f"{place.name}/{file.name}") for file in _files(place)]
+    folders = [inside for inside in _folders(place) if not inside.is_symlink()]
+    deeper = [entry for inside in folders for entry in _files_below(inside)]
+    return files + [(file, f"{place.name}/{name}") for file, name in deeper]
+
+
 def _files(place: Path) -> list[Path]:
     return [entry for entry in _visible(place) if entry.is_file()]
 
 
-def _read_listings(places: Sequence[Path], label_names: Sequence[str] | None) -> Listing:
+def _read_listings(
+    places: Sequence[Path], label_names: Sequence[str] | None, persons: bool
+) -> Listing:
     """List all files of all clients.
 
     Args:
         label_names: names of labels; see ``labels.infer_names``.
+        persons: whether the folder of a label contains folders of persons.
     """
     for place in places:
         if place.is_file():
             raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
-    homes = places if len(places) > 1 else _clients(places[0])
+    # with folders of persons, which have any depth, clients could be taken for labels
+    homes = places if len(places) > 1 or persons else _clients(places[0])
     if len({home.resolve() for home in homes}) < len(homes):
         problem = "has one folder as two clients, and an image would be two records"
         raise FedgenError("data.path", problem, "have each once")
@@ -203,20 +339,33 @@ def _read_listings(places: Sequence[Path], label_names: Sequence[str] | None) ->
         for part, test in parts.items()
         for label in _folders(home / part)
     ]
-    records = [
-        Record(path, path.name, client, labels.index(label.name), test)
-        for client, test, label in labelled
-        for path in _files(label)
-    ]
-    within = [
-        str(subfolder)
-        for *_, label in labelled
-        for subfolder in _folders(label)
-        if _files(subfolder)
-    ]
-    if within:
-        problem = f"folders within a label's folder are not looked into: {shorten(within)}"
-        raise FedgenError("data.path", problem, "move their images up, or remove them")
+    if persons:
+        records = [
+            Record(path, name, client, labels.index(label.name), test, person.name)
+            for client, test, label in labelled
+            for person in _folders(label)
+            for path, name in _files_below(person)
+        ]
+        outside = [str(file) for *_, label in labelled for file in _files(label)]
+        if outside:
+            problem = f"images outside the folders of persons: {shorten(outside)}"
+            raise FedgenError("data.path", problem, "move each into the folder of its person")
+    else:
+        records = [
+            Record(path, path.name, client, labels.index(label.name), test)
+            for client, test, label in labelled
+            for path in _files(label)
+        ]
+        within = [
+            str(subfolder)
+            for *_, label in labelled
+            for subfolder in _folders(label)
+            if _files(subfolder)
+        ]
+        if within:
+            problem = f"folders within a label's folder are not looked into: {shorten(within)}"
+            remedy = "move their images up, or remove them; with a folder per person: "
+            raise FedgenError("data.path", problem, f"{remedy}data.person=folder")
     unlabelled = [
         str(file)
         for home in homes
@@ -245,13 +394,14 @@ def _is_image(file: Path) -> bool:
     from PIL import Image
 
     Image.init()
-    return Image.EXTENSION.get(file.suffix.lower()) in Image.OPEN
+    is_scan = file.name.lower().endswith(_SCANS)
+    return is_scan or Image.EXTENSION.get(file.suffix.lower()) in Image.OPEN
 
 
 def _disambiguate(records: Sequence[Record], homes: Sequence[Path]) -> tuple[list[Record], bool]:
-    """Return records with names, and whether names repeat within a split, so that labels are needed
-    to distinguish them. Labels are never part of a name: as soon as they were, the position and
-    split of all other records would change."""
+    """Return records with the names of their clients, and whether names repeat within a split, so
+    that labels are needed to distinguish them. Labels are never part of a name: as soon as they
+    were, the position and split of all other records would change."""
     of = [f"{homes[r.client].name}/" if len(homes) > 1 else "" for r in records]
     if len({home.name for home in homes}) < len(homes):  # several paths with one name
         of = [f"{r.client}/" for r in records]
@@ -262,6 +412,8 @@ def _disambiguate(records: Sequence[Record], homes: Sequence[Path]) -> tuple[lis
 
 
 def _is_test(record: Record, streams: RandomStreams) -> bool:
+    """Return whether a record is in the test split; all of a person are, or none."""
     if record.test is not None:
         return record.test
-    return float(torch.rand((), generator=streams.public("folder", "split", record.name))) < 0.1
+    key = ("persons", record.person) if record.person else (record.name,)
+    return float(torch.rand((), generator=streams.public("folder", "split", *key))) < 0.1

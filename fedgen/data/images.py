@@ -1,4 +1,4 @@
-"""Read image files as arrays, as viewers display them; one line lists all unreadable files."""
+"""Read image files as arrays, as viewers display them; one line lists all invalid files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import re
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Images, as_images
+from fedgen.data.scans import Axis, RejectedError, Window, apply_window, reader_of
 from fedgen.errors import FedgenError
 
 if TYPE_CHECKING:
@@ -32,15 +34,55 @@ MAX_SHOWN = 20
 """Names in a line."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Public settings by which files become 8-bit images.
+
+    size: crop images to a square and resize them to this many pixels; None: unchanged.
+    channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
+    window: center and width of intensities of more than 8 bits; None: the window in each DICOM
+        file, and others are refused.
+    axis: plane of the slices of NIfTI volumes.
+    tag: DICOM keyword; its value is returned for each file; empty: none.
+    several: whether frames and slices of one file are separate images; else such files are refused.
+    """
+
+    size: int | None = None
+    channels: int | None = None
+    window: Window | None = None
+    axis: Axis = "axial"
+    tag: str = ""
+    several: bool = False
+
+
+@dataclass(frozen=True)
+class FileImages:
+    """Images (n, channels, h, w) of files, their number per file (m,), and m values of a tag."""
+
+    images: Images
+    counts: NDArray[np.int64]
+    tags: list[str]
+
+
+@runtime_checkable
+class OpenableFile(Protocol):
+    """A file, or a part of an archive."""
+
+    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
+        """Return its bytes as a stream."""
+
+
+ImageFile = OpenableFile | IO[bytes]
+
+
 def read_images(
     place: Path | str,
-    sources: Sequence[tuple[str, Path | IO[bytes]]],
-    size: int | None,
-    channels: int | None,
+    sources: Sequence[tuple[str, ImageFile]],
+    reading: Reading,
     key: str = "data.path",
-) -> Images:
-    """Return all images (n, channels, h, w) in this order, as viewers display them: rotated by EXIF
-    orientation, on white where transparent.
+) -> FileImages:
+    """Return all images in this order, as viewers display them: rotated by EXIF orientation, on
+    white where transparent; frames and slices of clinical images by ``scans.py``.
 
     Args:
         place: their location, for errors.
@@ -48,21 +90,31 @@ def read_images(
         key: setting that names ``place``, for errors.
 
     Raises:
-        FedgenError: for files that are not one readable image of at most 8 bits per channel and
-            limited size, and for images that are not square, or differ in size or in colour.
+        FedgenError: for files that are not readable images of limited size, and for images that are
+            not square, or differ in size or in colour.
     """
     rejected: dict[str, list[str]] = {problem: [] for problem in _PROBLEMS}
-    names, images = [], []
+    names, images, tags, counts = [], [], [], []
     for name, file in sources:
-        image = _read_image(file, channels)
-        if isinstance(image, str):
-            rejected[image].append(name)
+        try:
+            file_images, tag = _read_file(file, reading)
+        except RejectedError as error:
+            rejected[str(error)].append(name)
             continue
-        names.append(name)
-        images.append(_centre_square(image, size) if size else np.asarray(image, np.uint8))
+        for image in file_images:
+            names.append(name)
+            images.append(
+                _centre_square(image, reading.size) if reading.size else np.asarray(image, np.uint8)
+            )
+        tags.append(tag)
+        counts.append(len(file_images))
+    total = len(sources)
     problems = [
-        (problem.format(count=len(names_), total=len(sources), names=shorten(names_)), remedy)
-        for (problem, remedy), names_ in zip(_PROBLEMS.values(), rejected.values(), strict=True)
+        (
+            problem.format(count=len(names_), total=total, names=shorten(names_), tag=reading.tag),
+            to_do,
+        )
+        for (problem, to_do), names_ in zip(_PROBLEMS.values(), rejected.values(), strict=True)
         if names_
     ]
     problems += _shape_problems(names, images)
@@ -71,16 +123,29 @@ def read_images(
     if problems:
         text = " | ".join(f"{problem} ({remedy})" for problem, remedy in problems)
         raise FedgenError(key, text, "correct these")
-    return as_images(place, np.stack(images))
+    return FileImages(as_images(place, np.stack(images)), np.array(counts, np.int64), tags)
 
 
 _PROBLEMS = {
     "large": (f"more than {_MOST_PIXELS:,} pixels: {{names}}", "make them smaller"),
     "deep": (
         "more than 8 bits a pixel: {names}",
+        "set data.window=[center,width], a range of intensities that is public",
+    ),
+    "deep_colour": (
+        "colours of more than 8 bits a pixel: {names}",
         "scale them to 0..255 first, all by the same range",
     ),
     "several": ("several images in a file: {names}", "save each page as a separate file"),
+    "volume": ("not a single volume: {names}", "save each volume as a separate file"),
+    "compressed": (
+        "compressed in a way that cannot be read here: {names}",
+        "pip install pylibjpeg pylibjpeg-openjpeg pylibjpeg-libjpeg, or decompress them",
+    ),
+    "tagless": (
+        "{count} of {total} files have no DICOM tag {tag}: {names}",
+        "remove them, or set data.person to a regular expression on file names",
+    ),
     "unreadable": (
         "{count} of {total} files cannot be read as images: {names}",
         "remove them",
@@ -89,27 +154,58 @@ _PROBLEMS = {
 """Problem of a file -> message and remedy."""
 
 
-def _read_image(file: Path | IO[bytes], channels: int | None) -> PillowImage | str:
-    """Return the image of a file, as viewers display it, or its problem, a key of ``_PROBLEMS``."""
-    from PIL import Image, UnidentifiedImageError
+def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], str]:
+    """Return the images of a file, as viewers display them, and the value of the tag.
+
+    Raises:
+        RejectedError: for an invalid file.
+    """
+    from PIL import Image
 
     try:
         with _stream(file) as stream, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fedgen has its own limits
-            raw = Image.open(stream)
-            if raw.width * raw.height > _MOST_PIXELS:
-                return "large"
-            if raw.mode.startswith(_DEEP) or _DEEPER.search(str(raw.tile)):
-                return "deep"  # its range is unknown; clipping would lose it
-            # an MPO file contains further pictures
-            if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
-                return "several"
-            grey = channels == 1 or (channels is None and raw.mode in _GREY)
-            return _composite_on_white(_apply_orientation(raw)).convert("L" if grey else "RGB")
-    except Image.DecompressionBombError:
-        return "large"
-    except (UnidentifiedImageError, OSError, ValueError, NotImplementedError, SyntaxError):
-        return "unreadable"
+            if (reader := reader_of(stream)) is None:
+                if reading.tag:
+                    raise RejectedError("tagless")
+                return [_read_picture(stream, reading)], ""
+            scan = reader(stream, reading.window, reading.axis, reading.tag)
+    except (RejectedError, FedgenError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise RejectedError("large") from error
+    except Exception as error:  # parsers of untrusted files may raise anything
+        raise RejectedError("unreadable") from error
+    if len(scan.images) > 1 and not reading.several:
+        raise RejectedError("several")
+    pictures = [Image.fromarray(pixels) for pixels in scan.images]
+    if reading.channels is not None:
+        pictures = [
+            picture.convert("L" if reading.channels == 1 else "RGB") for picture in pictures
+        ]
+    return pictures, scan.tag
+
+
+def _read_picture(stream: IO[bytes], reading: Reading) -> PillowImage:
+    """Return the image of a file in any of Pillow's formats."""
+    from PIL import Image
+
+    raw = Image.open(stream)
+    if raw.width * raw.height > _MOST_PIXELS:
+        raise RejectedError("large")
+    # an MPO file contains further pictures
+    if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
+        raise RejectedError("several")
+    is_deep = raw.mode.startswith(_DEEP)
+    if is_deep and reading.window is None:
+        raise RejectedError("deep")  # its range is unknown; clipping would lose it
+    if not is_deep and _DEEPER.search(str(raw.tile)):
+        raise RejectedError("deep_colour")  # Pillow reads the upper bytes
+    image = _apply_orientation(raw)
+    if is_deep and reading.window is not None:
+        image = Image.fromarray(apply_window(np.asarray(image), reading.window))
+    grey = reading.channels == 1 or (reading.channels is None and image.mode in _GREY)
+    return _composite_on_white(image).convert("L" if grey else "RGB")
 
 
 def _shape_problems(names: list[str], images: list[NDArray[np.uint8]]) -> list[tuple[str, str]]:
@@ -158,9 +254,9 @@ def _composite_on_white(image: PillowImage) -> PillowImage:
     return white
 
 
-def _stream(file: Path | IO[bytes]) -> AbstractContextManager[IO[bytes]]:
+def _stream(file: ImageFile) -> AbstractContextManager[IO[bytes]]:
     """Return a context manager for the file, which closes only what it opens."""
-    return file.open("rb") if isinstance(file, Path) else nullcontext(file)
+    return file.open("rb") if isinstance(file, OpenableFile) else nullcontext(file)
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -133,6 +133,45 @@ def check_range(
         raise FedgenError("data", problem, remedy)
 
 
+_MOST_COMBINED = 4  # columns of 0 and 1: 16 labels
+
+
+def combine(
+    where: str, names: Sequence[str], columns: NDArray[np.generic], setting: Sequence[str] | None
+) -> tuple[NDArray[np.int64], list[str]]:
+    """Return labels of attributes, int64 of shape (n,), and their names: label b is the combination
+    of the attributes k for which bit k of b is set, 2^k labels for k attributes.
+
+    Args:
+        where: file, for errors.
+        names: public names of the attributes.
+        columns: shape (n, k), of 0 and 1.
+        setting: names of the labels in this order; None: ``no A`` and ``A``, or ``none``, ``A``,
+            ``B``, ``A+B`` and so on.
+
+    Raises:
+        FedgenError: for other values, and more than four attributes.
+    """
+    if len(names) > _MOST_COMBINED or len(set(names)) < len(names):
+        problem = f"combines {', '.join(names)}"
+        raise FedgenError("data.label", problem, f"at most {_MOST_COMBINED}, each once")
+    if columns.dtype.kind not in "biuf" or not np.isin(columns, (0, 1)).all():
+        problem = f"{where}: {', '.join(names)} have values other than 0 and 1"
+        raise FedgenError("data.label", problem, "combine attributes that an image has, or has not")
+    count = 2 ** len(names)
+    if setting is None:
+        labels = [
+            "+".join(name for bit, name in enumerate(names) if number >> bit & 1)
+            for number in range(count)
+        ]
+        labels[0] = f"no {names[0]}" if count == 2 else "none"
+    elif len(labels := validate_names(setting)) != count:
+        problem = f"names {len(labels)} labels, but {', '.join(names)} have {count} combinations"
+        raise FedgenError("data.labels", problem, "name each, or leave it out")
+    bits = np.array([1 << bit for bit in range(len(names))])
+    return columns.astype(np.int64) @ bits, labels
+
+
 def _ambiguous(where: str, values: NDArray[np.generic], numeric: bool) -> tuple[str, str]:
     """Return problem and remedy for labels of another shape than (n,)."""
     problem = f"{where} contains labels of shape {values.shape}"
@@ -140,9 +179,9 @@ def _ambiguous(where: str, values: NDArray[np.generic], numeric: bool) -> tuple[
         return problem, "give one whole number for each image, (n,)"
     sums = values.sum(1)
     if (sums == 1).all():
-        return f"{problem}, one-hot", "give labels.argmax(1)"
+        return f"{problem}, one-hot", "give labels.argmax(1), or choose a column, e.g. data.label=0"
     several = f"{problem}, multi-label ({int(sums.min())} to {int(sums.max())} per image)"
-    return several, "choose one column k: labels[:, k]"
+    return several, "choose columns by number, e.g. data.label=0 or data.label=[0,2]"
 
 
 def _by_name(

@@ -1,6 +1,15 @@
-"""Data sets in an ``.npz`` file: ``train_images`` (n, h, w) or (n, h, w, 3) uint8, ``train_labels``
-(n,) integers, and the same with ``test_``; optional ``train_writer`` (n,), the writer of each
-image, and ``train_person`` (n,), the person in it; default: its writer."""
+"""Data sets in an ``.npz`` file.
+
+| array | |
+|---|---|
+| ``train_images`` | uint8 (n, h, w), or (n, h, w, 3), or (n, channels, h, w) |
+| ``train_labels`` | integers (n,) or (n, 1); or 0 and 1 (n, k), of which columns are chosen |
+| ``test_images``, ``test_labels`` | the same |
+| ``train_writer`` | optional (n,): the writer of each image |
+| ``train_person`` | optional (n,): the person in each image; default: its writer |
+
+Others, e.g. ``val_images``, are ignored.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Dataset, ExampleKeys, as_images, build_dataset
-from fedgen.data.labels import identities, to_numbers
+from fedgen.data.labels import combine, identities, to_numbers
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_arrays
 
@@ -20,25 +29,39 @@ from fedgen.storage.io import read_arrays
 def from_npz(
     name: str,
     file: Path,
-    classes: int,
+    classes: int | None,
     key: str = "data.root",
     names: Sequence[str] | None = None,
+    columns: Sequence[int] | None = None,
 ) -> Dataset:
     """Return the data set in an npz file, as described in the module.
 
     Args:
+        classes: number of labels; None: that of the combinations of ``columns``.
         key: setting that names the file.
         names: names of the labels, in order.
+        columns: columns of labels (n, k) of 0 and 1, combined into one label; see
+            ``labels.combine``.
     """
     arrays = npz_arrays(file, ["train_images", "train_labels", "test_images", "test_labels"], key)
     writers, persons = (
         None if name not in arrays else identities(f"{file}, {name}", arrays[name])
         for name in ("train_writer", "train_person")
     )
-    labels, test_labels = (
-        to_numbers(f"{file}, {name}", arrays[name], classes, names)
-        for name in ("train_labels", "test_labels")
-    )
+    if columns is None:
+        assert classes is not None
+        labels, test_labels = (
+            to_numbers(f"{file}, {name}", arrays[name], classes, names)
+            for name in ("train_labels", "test_labels")
+        )
+    else:
+        of_splits = []
+        for name in ("train_labels", "test_labels"):
+            chosen = _choose(f"{file}, {name}", arrays[name], columns)
+            numbers, label_names = combine(f"{file}, {name}", *chosen, names)
+            of_splits.append(numbers)
+        labels, test_labels = of_splits
+        names, classes = label_names, len(label_names)
     moves = ""
     if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
         moves = "images are sorted by label (shuffle the file)"
@@ -54,6 +77,16 @@ def from_npz(
         persons=writers if persons is None else persons,
         names=names,
     )
+
+
+def _choose(
+    where: str, labels: NDArray[np.generic], columns: Sequence[int]
+) -> tuple[list[str], NDArray[np.generic]]:
+    """Return the names of columns, their numbers, and the columns."""
+    if labels.ndim != 2 or not all(0 <= column < labels.shape[1] for column in columns):
+        problem = f"{where} has shape {labels.shape}, without column {', '.join(map(str, columns))}"
+        raise FedgenError("data.label", problem, "choose columns of labels (n, k), from 0")
+    return [str(column) for column in columns], labels[:, list(columns)]
 
 
 def npz_arrays(

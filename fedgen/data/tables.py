@@ -8,19 +8,23 @@
 | ``person`` | optional: person in the image (``privacy.unit=person``) |
 | ``split`` | optional: ``train`` or ``test`` |
 
-Clients are numbered in the order of their names, by value if all are whole numbers. A table may be
-untrusted: it may not name files outside its folder, nor a file twice.
+Settings choose other columns for labels and persons. Clients are numbered in the order of their
+names, by value if all are whole numbers. A table may be untrusted: it may not name files outside
+its folder, nor a file twice.
 """
 
 from __future__ import annotations
 
 import csv
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from fedgen.data.labels import infer_names, sort_names
+import numpy as np
+
+from fedgen.data.images import ImageFile
+from fedgen.data.labels import combine, infer_names, sort_names
 from fedgen.errors import FedgenError
 
 TABLES = (".csv", ".parquet")
@@ -28,65 +32,66 @@ TABLES = (".csv", ".parquet")
 
 _SHOWN = 20  # names per line
 _LONG = 100  # characters of a name shown
-_COLUMNS = ("path", "label", "client", "person", "split")
-_SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
+SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
+"""Split -> whether it is for tests; None: unknown."""
+
 _MOST_BYTES, _MOST_ROWS = 2**30, 10**7
 
 
 @dataclass(frozen=True)
 class Record:
-    """An image: its file, name, client, label, split (None: unknown) and person."""
+    """An image file, or a volume: its name, client, label, split (None: unknown) and person (empty:
+    unknown)."""
 
-    path: Path
+    file: ImageFile
     name: str
     client: int
     label: int
     test: bool | None
-    person: int = -1
+    person: str = ""
 
 
 @dataclass(frozen=True)
 class Listing:
     """All records, names of labels, number of clients, whether labels are needed to distinguish
-    records of the same name, whether persons are known, and the names of columns that are not read.
-    """
+    records of the same name, and the names of columns that are not read."""
 
     records: list[Record]
     labels: list[str]
     clients: int
     labels_in_names: bool = False
-    persons: bool = False
     unread: tuple[str, ...] = ()
 
 
-def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
+def read_listing(
+    table: Path,
+    named: Sequence[str] | None,
+    label: str | Sequence[str] | None = None,
+    person: str | None = None,
+) -> Listing:
     """Return the records of a table.
 
     Args:
         named: names of labels; see ``labels.infer_names``.
+        label: column, or columns of 0 and 1; None: ``label``.
+        person: column of persons, if there is one of this name; None: ``person``.
 
     Raises:
         FedgenError: for the first problem.
     """
     rows = _rows(table)
-    columns = set(rows[0])
-    if lacking := {"path", "label"} - columns:
-        problem = f"{table} has no column {' and no column '.join(sorted(lacking))}"
+    columns = [label] if isinstance(label, str) else list(label or ["label"])
+    if lacking := [column for column in ("path", *columns) if column not in rows[0]]:
+        problem = f"{table} has no column {' and no column '.join(lacking)}"
         first = ", ".join(repr(column[:_LONG]) for column in list(rows[0])[:_SHOWN])
         remedy = f"put the column names, separated by commas, in the first line, which has {first}"
-        raise FedgenError("data.path", problem, remedy)
-    clients = _numbered(row["client"] for row in rows) if "client" in columns else {}
-    persons = _numbered(row["person"] for row in rows) if "person" in columns else {}
-    if named is None:
-        label_names = sort_names(row["label"] for row in rows)
-        examples = ",".join(name[:_LONG] for name in label_names[:_SHOWN])
-        problem = "is not set: labels are public, and not derived from the table"
-        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{examples}]")
-    labels = infer_names({row["label"] for row in rows}, named)
+        raise FedgenError("data.path" if label is None else "data.label", problem, remedy)
+    person_column = "person" if person is None else person
+    clients = number_names(row["client"] for row in rows) if "client" in rows[0] else {}
+    numbers, labels = number_labels(str(table), rows, None if label is None else columns, named)
     home, seen = table.parent.resolve(), set()
-    by_label = {name: number for number, name in enumerate(labels)}
     records = []
-    for number, row in enumerate(rows, 2):
+    for number, (row, of_label) in enumerate(zip(rows, numbers, strict=True), 2):
         path, split = PurePosixPath(row["path"]), row.get("split", "")
         where = f"{table}, line {number}: {row['path'][:_LONG]!r}"
         if path.is_absolute() or ".." in path.parts or "\0" in row["path"] or not path.parts:
@@ -106,10 +111,10 @@ def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
             problem = f"{where} is named more than once"
             raise FedgenError("data.path", problem, "list each image once")
         seen.add(really)
-        if split not in _SPLITS:
+        if split not in SPLITS:
             problem = f"{table}, line {number}: there is no split {split[:_LONG]!r}"
             raise FedgenError("data.path", problem, "write train or test, or leave it out")
-        if persons and not row["person"]:
+        if person_column in row and not row[person_column]:
             problem = f"{table}, line {number}: the person is empty"
             raise FedgenError("data.path", problem, "fill it in, or remove the column")
         records.append(
@@ -117,16 +122,52 @@ def read_listing(table: Path, named: Sequence[str] | None) -> Listing:
                 table.parent / path,
                 str(path),
                 clients.get(row.get("client", ""), 0),
-                by_label[row["label"]],
-                _SPLITS[split],
-                persons.get(row.get("person", ""), -1),
+                of_label,
+                SPLITS[split],
+                row.get(person_column, ""),
             )
         )
-    unread = tuple(name[:_LONG] for name in rows[0] if name not in _COLUMNS)[:_SHOWN]
-    return Listing(records, labels, max(len(clients), 1), persons=bool(persons), unread=unread)
+    used = {"path", *columns, "client", person_column, "split"}
+    unread = tuple(name[:_LONG] for name in rows[0] if name not in used)[:_SHOWN]
+    return Listing(records, labels, max(len(clients), 1), unread=unread)
 
 
-def _numbered(names: Iterable[str]) -> dict[str, int]:
+def number_labels(
+    where: str,
+    rows: Sequence[Mapping[str, str]],
+    columns: Sequence[str] | None,
+    named: Sequence[str] | None,
+) -> tuple[list[int], list[str]]:
+    """Return the label of each row, and the public names of all labels.
+
+    Args:
+        columns: a column of names, or columns of 0 and 1 that are combined (``labels.combine``);
+            None: the column ``label``.
+        named: names of the labels; None: of combined columns only.
+
+    Raises:
+        FedgenError: for invalid labels.
+    """
+    column = columns[0] if columns else "label"
+    bits = [[_BITS.get(row[name].casefold(), -1) for name in columns or ()] for row in rows]
+    if columns and (len(columns) > 1 or all(bit != [-1] for bit in bits)):
+        combined, names = combine(where, columns, np.array(bits), named)
+        return combined.tolist(), names
+    if named is None:
+        label_names = sort_names(row[column] for row in rows)
+        examples = ",".join(name[:_LONG] for name in label_names[:_SHOWN])
+        problem = f"is not set: labels are public, and not derived from {where}"
+        raise FedgenError("data.labels", problem, f"e.g. data.labels=[{examples}]")
+    labels = infer_names({row[column] for row in rows}, named)
+    index = {name: number for number, name in enumerate(labels)}
+    return [index[row[column]] for row in rows], labels
+
+
+_BITS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1}
+
+
+def number_names(names: Iterable[str]) -> dict[str, int]:
+    """Return a number for each distinct name, in sorted order."""
     return {name: number for number, name in enumerate(sort_names(names))}
 
 

@@ -39,7 +39,7 @@ class Policy:
     epsilon, delta: limit per run, against the server, per ``unit``.
     budget_epsilon: limit on all runs of this node together; None: no limit; missing in the file:
         ``epsilon``.
-    units: allowed units: record, client.
+    units: allowed units: record, client, person.
     methods: names of allowed methods; None: all.
     aggregations: local, secure.
     threshold: minimum number of responses in a secure sum.
@@ -51,7 +51,7 @@ class Policy:
     epsilon: float
     delta: float
     budget_epsilon: float | None = None
-    units: tuple[str, ...] = ("record", "client")
+    units: tuple[str, ...] = ("record", "client", "person")
     methods: tuple[str, ...] | None = None
     aggregations: tuple[str, ...] = ("secure",)
     threshold: int = 2
@@ -122,7 +122,7 @@ def _methods() -> list[str]:
 
 
 _CHOICES: dict[str, Callable[[], Sequence[str]]] = {
-    "units": lambda: ("record", "client"),
+    "units": lambda: ("record", "client", "person"),
     "methods": _methods,
     "aggregations": lambda: ("local", "secure"),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from dp_accounting import NonPrivateDpEvent
 from omegaconf import DictConfig
@@ -113,7 +114,8 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
     policies.check_settings(place.policy, config)
     clients, public = config.partition.clients, setup.dataset(config)
     _check_match(place, config, public)
-    record_count = len(rows.labels) if clients == 1 else None  # as in a simulation of one client
+    [index] = setup.limit_persons(config, rows, [np.arange(len(rows.labels))])
+    record_count = len(index) if clients == 1 else None  # as in a simulation of one client
     resolved = setup.resolve_method(config, clients, record_count, public.classes, public.shape)
     if rounded_noise(resolved.noise) != request.noise_multiplier:
         raise RefusedError(
@@ -144,7 +146,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         budget = place.policy.budget_epsilon
         account.register(entry, partial(check_budget, budget, privacy.delta))
     write_atomic(place.folder(request.run) / _REQUEST, request.text().encode())
-    shard = Shard(torch.from_numpy(rows.images), torch.from_numpy(rows.labels))
+    shard = rows.shard(index)
     terms = RunTerms(
         privacy.budget.samples_per_client,
         request.run,

@@ -6,6 +6,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.config.extensions import is_extension
+from fedgen.config.overrides import shell_quote, to_override_value
 from fedgen.data.datasets import Dataset
 from fedgen.privacy.events import Unit
 from fedgen.run.setup import ResolvedMethod, Setup, delta_problem_of
@@ -47,6 +48,17 @@ def unread_columns(dataset: Dataset) -> list[str]:
     return [f"columns that are not read: {names} (see client, person, split)"] if names else []
 
 
+def likely_persons(dataset: Dataset) -> list[str]:
+    """Warn of images that probably show one person together, of whom nothing is known."""
+    if not dataset.likely_persons:
+        return []
+    setting = f"data.person={to_override_value(dataset.likely_persons)}"
+    return [
+        "several images may show one person, who is protected less than single images: name "
+        f"the person in each, e.g. {shell_quote([setting])}"
+    ]
+
+
 def delta_warnings(ready: ResolvedMethod) -> list[str]:
     """Warn of a δ that a release refuses."""
     if ready.privacy.noise_multiplier is None:
@@ -71,10 +83,12 @@ def data_warnings(ready: Setup) -> list[str]:
     if ready.privacy.noise == "secure" or ready.dataset.is_remote or config.group is not None:
         return []
     rows, dataset = np.concatenate(ready.shards), ready.dataset
-    warnings = [f"warning: {text}" for text in unread_columns(dataset)]
+    columns, is_record = unread_columns(dataset), plan.unit is Unit.RECORD
+    persons = likely_persons(dataset) if is_record else []
+    warnings = [f"warning: {text}" for text in (*columns, *persons)]
     assumed = OmegaConf.select(config, "method.rows")
     by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
-    if assumed and plan.unit is Unit.RECORD and not 0.5 <= assumed / len(rows) <= 2:
+    if assumed and is_record and not 0.5 <= assumed / len(rows) <= 2:
         warnings.append(
             f"warning: method.rows = {assumed:,} is far from the actual number of images, and "
             f"samples will be of little use: set a public number near it as {by}"

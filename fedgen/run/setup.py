@@ -335,15 +335,24 @@ def partitioned_data(config: DictConfig) -> tuple[Dataset, list[Index]]:
         writers=held.writers,
         streams=streams,
     )
-    if not held.is_remote:
-        check_shards(shards, config.partition.get("clients"), len(held.labels))
-    if config.privacy.unit == Unit.PERSON.value:
-        if held.is_remote:
-            problem = "cannot be person here: nodes do not limit images per person"
-            raise FedgenError("privacy.unit", problem, "set it to record or client")
-        most, records = config.privacy.images_per_person, (held.images, held.labels)
-        shards = limit_per_person(shards, held.persons, most, *records, streams)
-    return held, shards
+    if held.is_remote:  # each site limits its own persons
+        return held, shards
+    check_shards(shards, config.partition.get("clients"), len(held.labels))
+    return held, limit_persons(config, held, shards)
+
+
+def limit_persons(config: DictConfig, held: Dataset, shards: list[Index]) -> list[Index]:
+    """Return the records of clients that a run uses: if it protects persons, at most
+    ``privacy.images_per_person`` of each.
+
+    Raises:
+        FedgenError: if persons are unknown, or have records at several of these clients.
+    """
+    if config.privacy.unit != Unit.PERSON.value:
+        return shards
+    streams = RandomStreams.from_seed(config.seed, config.privacy.noise).at("data")
+    most, records = config.privacy.images_per_person, (held.images, held.labels)
+    return limit_per_person(shards, held.persons, most, *records, streams)
 
 
 def _members(group: object, clients: int) -> list[int]:

@@ -20,7 +20,7 @@ from tiny import Train, tiny
 
 from fedgen import cli
 from fedgen.data.folders import folder
-from fedgen.data.images import read_images
+from fedgen.data.images import Reading, read_images
 from fedgen.data.partition import by_folder
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
@@ -110,7 +110,8 @@ def test_images_are_read_as_viewers_show_them(tmp_path: Path) -> None:
     glass.paste((*blue, 255), (0, 0, 4, 8))
     glass.save(tmp_path / "glass.png")
     names = ("turned.png", "glass.png")
-    turned, glass_ = read_images("here", [(n, tmp_path / n) for n in names], None, 3)
+    sources = [(n, tmp_path / n) for n in names]
+    turned, glass_ = read_images("here", sources, Reading(channels=3)).images
     assert tuple(turned[:, 0, 0]) == tuple(turned[:, 7, 0]) == blue
     assert tuple(turned[:, 0, 7]) == tuple(turned[:, 7, 7]) == red
     assert tuple(glass_[:, 0, 0]) == blue
@@ -501,7 +502,7 @@ def test_a_file_that_is_not_a_data_set(tmp_path: Path, capsys: pytest.CaptureFix
     lacking = tmp_path / "lacking.npz"
     np.savez(lacking, images=np.zeros(3))
     for file, why in (
-        (tmp_path / "0.png", "a table (.csv, .parquet) or an .npz"),
+        (tmp_path / "0.png", "a table (.csv, .parquet), a .tar or an .npz"),
         (torn, "is not a readable npz file"),
         (lacking, "lacks train_images"),
     ):

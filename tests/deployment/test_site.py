@@ -47,7 +47,7 @@ from fedgen.federation.secagg.masking import KEY_BYTES, SEALED_BYTES
 from fedgen.federation.secagg.signing import CREDENTIAL_BYTES, Signer, fingerprint
 from fedgen.methods.api import Method
 from fedgen.privacy.aggregation import LOCAL
-from fedgen.privacy.events import Spend, canonical, with_sampling_revealed
+from fedgen.privacy.events import Spend, Unit, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import Account, spend_from_json
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup
@@ -98,6 +98,33 @@ def test_an_allowed_run_is_prepared_by_the_site(tmp_path: Path) -> None:
     assert site.folder == tmp_path / "runs" / RUN
     [entry] = here.account.entries(_ROWS)
     assert entry.run == RUN and not entry.is_finished
+
+
+@kills(
+    "fedgen/deployment/site.py",
+    "[index] = setup.limit_persons(config, rows, [np.arange(len(rows.labels))])",
+    "index = np.arange(len(rows.labels))",
+)
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_site_bounds_its_own_persons(clients: int, tmp_path: Path) -> None:
+    """The coordinator states how many images of a person count; the site chooses them, and accounts
+    for persons. Without persons, it refuses."""
+    words = [f"partition.clients={clients}", "privacy.unit=person", "privacy.images_per_person=2"]
+    if clients == 1:
+        words.append("privacy.aggregation=local")
+    wanted, here = asked(*words), place(tmp_path, aggregations=("local", "secure"))
+    with pytest.raises(RefusedError, match="do not name the person in each image"):
+        open_run(here, wanted)
+    persons = np.random.default_rng(0).integers(0, 300, len(here.dataset.labels))
+    here = replace(here, dataset=replace(here.dataset, persons=persons))
+    with pytest.raises(RefusedError, match="about a person, which is not allowed"):
+        open_run(replace(here, policy=replace(here.policy, units=("record",))), wanted)
+    homes, _ = open_run(here, wanted)
+    expected = np.minimum(np.bincount(persons), 2).sum()
+    assert len(homes._setup.shard(0)) == expected < len(persons)
+    [entry] = here.account.entries(_ROWS)
+    assert entry.unit is Unit.PERSON and homes._setup.terms.account is not None
+    assert homes._setup.terms.account.plan.images_per_person == 2
 
 
 def test_teachers_without_records_are_refused_by_the_only_site(tmp_path: Path) -> None:
@@ -308,7 +335,7 @@ def test_the_name_of_a_run_is_not_a_path(run: str) -> None:
         ("epsilon: 5\ndelta: 1_0e-5", "policy.delta: cannot be '1_0e-5'"),
         ('epsilon: "1_0"\ndelta: 1e-5', "policy.epsilon: cannot be '1_0'"),
         ("epsilon: 5\ndelta: 1e-5\nmethod: [x]", "policy.method: is not a setting"),
-        ("epsilon: 5\ndelta: 1e-5\nunits: [person]", "policy.units"),
+        ("epsilon: 5\ndelta: 1e-5\nunits: [patient]", "policy.units"),
         ("epsilon: 5\ndelta: 1e-5\naggregations: [trusted]", "policy.aggregations"),
         ("epsilon: 5\ndelta: 1e-5\npeers: [a]", "policy.peers"),
         ("epsilon: 5\ndelta: 1e-5\nrehearsal: 1", "policy.rehearsal"),

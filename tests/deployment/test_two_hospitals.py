@@ -32,13 +32,14 @@ LINES = [
 
 
 def images(place: Path, seed: int) -> None:
-    """Write small colour images under two labels."""
+    """Write small colour images under two labels, four of each patient."""
     rng = np.random.default_rng(seed)
     for label, level in (("ill", 60), ("well", 160)):
-        (place / label).mkdir(parents=True)
         for number in range(40):
             pixels = (level + rng.integers(0, 60, (8, 8, 3))).astype(np.uint8)
-            Image.fromarray(pixels).save(place / label / f"{number}.png")
+            patient = place / label / f"Erika{number // 4}"
+            patient.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(patient / f"{number}.png")
 
 
 @pytest.mark.slow
@@ -97,6 +98,7 @@ def test_three_parties_follow_the_page(
         assert "node 1: 2 labels, data.shape=[3,8,8]" in running[2].output
         record = json.loads((places["coordinator"] / "run" / "privacy.json").read_text())
         assert record["views"]["server"]["epsilon"] <= 5 and record["noise"] == "secure"
+        assert (record["unit"], record["images_per_person"]) == ("person", 4)
         [about] = re.findall(r"```yaml\n(.*?)```", RELEASING, re.DOTALL)
         (places["coordinator"] / "about.yaml").write_text(about)
         packed = here("coordinator", release.replace("runs/...", "run"))
@@ -109,6 +111,11 @@ def test_three_parties_follow_the_page(
         assert all(key in rows for key in prints.values())
         for name in ("north", "south"):
             assert "ε so far 5.00" in here(name, f"{log} lines=100")
+            (places[name] / "images").rename(tmp_path / f"images of {name}")
+        for path in (path for place in places.values() for path in place.rglob("*")):
+            assert "Erika" not in path.name
+            assert not path.is_file() or b"Erika" not in path.read_bytes(), path
+        assert all("Erika" not in process.output + process.errors for process in running)
     finally:
         for process in running:
             process.send_signal(9)

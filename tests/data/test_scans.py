@@ -1,0 +1,613 @@
+"""Clinical images: intensities, orientation and persons, or one line."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+from clinical import dicom, png, save_dicom, save_nifti, save_tar
+from hypothesis import given
+from hypothesis import strategies as st
+from mutation import kills
+from numpy.typing import NDArray
+from PIL import Image
+from pydicom.dataset import Dataset as Item
+from pydicom.uid import RLELossless
+from tiny import STREAMS, tiny
+
+from fedgen import cli
+from fedgen.data.datasets import Dataset
+from fedgen.data.folders import folder
+from fedgen.data.images import Reading, read_images
+from fedgen.data.scans import apply_window
+from fedgen.errors import FedgenError
+
+RNG = np.random.default_rng(0)
+STORED = RNG.integers(0, 4096, (16, 16)).astype(np.uint16)
+SIGNED = RNG.integers(-2048, 2048, (16, 16)).astype(np.int16)
+
+
+def read(path: Path, **settings: Any) -> Dataset:
+    return folder(STREAMS, None, str(path), **settings)
+
+
+def pixels(file: pydicom.FileDataset | bytes, **settings: Any) -> NDArray[np.uint8]:
+    """Return the images of a file, (n, channels, h, w)."""
+    stream = io.BytesIO()
+    if isinstance(file, bytes):
+        stream.write(file)
+    else:
+        pydicom.dcmwrite(stream, file, enforce_file_format=True)
+    stream.seek(0)
+    return read_images("here", [("a file", stream)], Reading(several=True, **settings)).images
+
+
+# --- windows ------------------------------------------------------------------------------------
+
+
+@kills("fedgen/data/scans.py", "center - width / 2)) / width", "center)) / width")
+def test_a_window_maps_its_range_to_8_bits() -> None:
+    """A window of 400 Hounsfield units around 40, and NaN, which some volumes contain."""
+    values = np.array([-1000.0, -160, 40, 240, 3000, np.nan])
+    assert apply_window(values, (40, 400)).tolist() == [0, 0, 128, 255, 255, 0]
+
+
+@kills("fedgen/data/scans.py", "center - 0.5, width - 1", "center, width")
+@pytest.mark.parametrize("function", [None, "LINEAR", "LINEAR_EXACT", "SIGMOID"])
+@pytest.mark.parametrize("stored", [STORED, SIGNED])
+@pytest.mark.parametrize("rescale", [(1, 0), (0.5, -300.0)])
+def test_the_window_of_a_dicom_file(
+    function: str | None, stored: NDArray[Any], rescale: tuple[float, float]
+) -> None:
+    """As pydicom applies it, scaled to 8 bits."""
+    slope, intercept = rescale
+    file = dicom(
+        stored,
+        WindowCenter=[100, 7],
+        WindowWidth=[700, 7],
+        VOILUTFunction=function,
+        RescaleSlope=slope,
+        RescaleIntercept=intercept,
+    )
+    values = pydicom.pixels.apply_modality_lut(stored, file)
+    expected = pydicom.pixels.apply_windowing(values, file)
+    least, most = (-2048, 2047) if stored.dtype.kind == "i" else (0, 4095)
+    share = (expected - (least * slope + intercept)) / ((most - least) * slope)
+    assert np.abs(pixels(file)[0, 0] - share * 255).max() <= 0.5 + 1e-9
+
+
+@kills(
+    "fedgen/data/scans.py", "if window is not None:\n        return", "if False:\n        return"
+)
+def test_a_public_window_replaces_that_of_the_file() -> None:
+    file = dicom(STORED, WindowCenter=100, WindowWidth=200)
+    assert (pixels(file, window=(2048.0, 4096.0))[0, 0] == apply_window(STORED, (2048, 4096))).all()
+
+
+@kills("fedgen/data/scans.py", "images = [255 - image for image in images]", "pass")
+def test_dark_and_light_are_exchanged_where_the_file_says_so() -> None:
+    window = {"WindowCenter": 2048, "WindowWidth": 4096}
+    inverse = dicom(STORED, PhotometricInterpretation="MONOCHROME1", **window)
+    assert (pixels(inverse) == 255 - pixels(dicom(STORED, **window))).all()
+
+
+def test_frames_have_their_own_windows() -> None:
+    """Of a multi-frame file of the enhanced kind; what frames share is read too."""
+    frames = np.stack([STORED, STORED])
+    file, own, shared = dicom(frames), [], Item()
+    for center in (500, 3000):
+        window, frame = Item(), Item()
+        window.WindowCenter, window.WindowWidth = center, 400
+        frame.FrameVOILUTSequence = [window]
+        own.append(frame)
+    scale = Item()
+    scale.RescaleSlope, scale.RescaleIntercept = 2, -100
+    shared.PixelValueTransformationSequence = [scale]
+    file.PerFrameFunctionalGroupsSequence = own
+    file.SharedFunctionalGroupsSequence = [shared]
+    values = STORED * 2.0 - 100
+    for image, center in zip(pixels(file), (500, 3000), strict=True):
+        assert (image[0] == apply_window(values, (center - 0.5, 399))).all()
+
+
+def test_a_table_of_values_takes_the_place_of_a_window() -> None:
+    table = Item()
+    table.LUTDescriptor, table.LUTData = [4096, 0, 16], list(range(0, 65536, 16))
+    table["LUTDescriptor"].VR, table["LUTData"].VR = "US", "US"
+    file = dicom(STORED)
+    file.VOILUTSequence = [table]
+    assert (pixels(file)[0, 0] == apply_window(STORED * 16, (32767.5, 65535))).all()
+
+
+def test_images_of_8_bits_and_in_colour_need_no_window() -> None:
+    grey = RNG.integers(0, 256, (16, 16)).astype(np.uint8)
+    assert (pixels(dicom(grey))[0, 0] == grey).all()
+    coloured = RNG.integers(0, 256, (16, 16, 3)).astype(np.uint8)
+    assert (pixels(dicom(coloured))[0] == coloured.transpose(2, 0, 1)).all()
+    assert pixels(dicom(coloured), channels=1).shape == (1, 1, 16, 16)
+    assert pixels(dicom(grey), channels=3, size=8).shape == (1, 3, 8, 8)
+
+
+def test_palettes_are_colours() -> None:
+    file = dicom(np.arange(256, dtype=np.uint8).reshape(16, 16))
+    file.PhotometricInterpretation = "PALETTE COLOR"
+    for colour, factor in (("Red", 256), ("Green", 128), ("Blue", 0)):
+        values = (np.arange(256) * factor).astype("<u2").tobytes()
+        setattr(file, f"{colour}PaletteColorLookupTableDescriptor", [256, 0, 16])
+        setattr(file, f"{colour}PaletteColorLookupTableData", values)
+    red, green, blue = pixels(file)[0].reshape(3, -1).astype(int)
+    assert (red == np.arange(256)).all() and (green == red // 2).all() and not blue.any()
+
+
+def test_compressed_files_are_read() -> None:
+    file = dicom(STORED, WindowCenter=2048, WindowWidth=4096)
+    before = pixels(file)
+    file.compress(RLELossless)
+    assert (pixels(file) == before).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("I;16", "png"), ("I;16", "tif"), ("I", "tif"), ("F", "tif")]
+)
+def test_pictures_of_more_than_8_bits_are_read_by_a_public_window(
+    mode: str, kind: str, tmp_path: Path
+) -> None:
+    array = STORED.astype({"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode])
+    Image.fromarray(array).save(tmp_path / f"x.{kind}")
+    result = pixels((tmp_path / f"x.{kind}").read_bytes(), window=(2048.0, 4096.0))
+    assert (result[0, 0] == apply_window(STORED, (2048, 4096))).all()
+
+
+# --- volumes ------------------------------------------------------------------------------------
+
+
+@kills("fedgen/data/scans.py", "np.flip(intensities)", "intensities")
+@pytest.mark.parametrize("codes", ["RAS", "LAS", "SPL"])
+@pytest.mark.parametrize(("axis", "shape"), [
+    ("axial", (10, 1, 8, 6)), ("coronal", (8, 1, 10, 6)), ("sagittal", (6, 1, 10, 8))
+])  # fmt: skip
+def test_slices_are_oriented_as_in_dicom(
+    codes: str, axis: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The voxel at the patient's right, front and head is the first of the first slice."""
+    values = np.zeros((6, 8, 10), np.int16)
+    values[5, 7, 9] = 100
+    axes = [{"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}[code] for code in codes]
+    turned = values.transpose(axes)
+    turned = np.flip(turned, [at for at, code in enumerate(codes) if code in "LPI"])
+    for name in ("volume.nii", "volume.nii.gz"):
+        save_nifti(tmp_path / name, turned, codes)
+        file = (tmp_path / name).read_bytes()
+        # slices of other sides than data.size are cropped
+        sliced = pixels(file, window=(50.0, 100.0), axis=axis, size=16)
+        assert len(sliced) == shape[0] and sliced.shape[1:] == (1, 16, 16)
+        raw = raw_slices(file, axis)
+        assert raw.shape == (shape[0], *shape[2:]) and raw[0, 0, 0] == 255 and raw.sum() == 255
+
+
+def raw_slices(file: bytes, axis: Any) -> NDArray[np.uint8]:
+    """Return the slices of a volume without cropping."""
+    from fedgen.data.scans import read_nifti
+
+    return np.stack(read_nifti(io.BytesIO(file), (50, 100), axis, "").images)
+
+
+def test_volumes_of_8_bits_need_no_window(tmp_path: Path) -> None:
+    values = RNG.integers(0, 256, (8, 8, 8)).astype(np.uint8)
+    save_nifti(tmp_path / "a.nii.gz", values)
+    assert sorted(pixels((tmp_path / "a.nii.gz").read_bytes()).ravel()) == sorted(values.ravel())
+
+
+# --- files that are refused -----------------------------------------------------------------------
+
+
+def nifti(shape: tuple[int, ...], content: bytes = b"", kind: int = 2) -> bytes:
+    """Return a header of a volume of bytes, and content that need not agree."""
+    header = nibabel.Nifti1Header()
+    header["dim"][: len(shape) + 1] = [len(shape), *shape]
+    header["datatype"], header["bitpix"], header["vox_offset"] = kind, 8, 352
+    header["magic"] = b"n+1"
+    return header.binaryblock + b"\0" * 4 + content
+
+
+def deflated() -> bytes:
+    file, stream = dicom(STORED, WindowCenter=1, WindowWidth=9), io.BytesIO()
+    file.file_meta.TransferSyntaxUID = pydicom.uid.DeflatedExplicitVRLittleEndian
+    pydicom.dcmwrite(stream, file, enforce_file_format=True)
+    return stream.getvalue()
+
+
+def stated(rows: int, frames: int) -> bytes:
+    """Return a file that states more than it has."""
+    stream = io.BytesIO()
+    file = dicom(STORED, Rows=rows, Columns=rows, NumberOfFrames=frames, WindowWidth=9)
+    pydicom.dcmwrite(stream, file, enforce_file_format=True)
+    return stream.getvalue()
+
+
+BAD = {
+    "without a window": (dicom(STORED), "set data.window="),
+    "signed without a window": (dicom(SIGNED), "set data.window="),
+    "volume without a window": (nifti((8, 8, 8), bytes(1024), 4), "set data.window="),
+    "colours of 16 bits": (
+        dicom(np.zeros((8, 8, 3), np.uint16), BitsStored=16, HighBit=15),
+        "colours of more than 8 bits",
+    ),
+    "four dimensions": (nifti((8, 8, 8, 3), bytes(1536)), "not a single volume"),
+    "too few bytes": (nifti((8, 8, 8), bytes(100)), "cannot be read"),
+    "too many voxels": (nifti((30000, 30000, 8)), "more than"),
+    "more than a gzip file may hold": (gzip.compress(nifti((30000, 30000, 8))), "more than"),
+    "too many frames": (stated(65535, 10**6), "more than"),
+    "fewer pixels than stated": (stated(1024, 1), "cannot be read"),
+    "deflated": (deflated(), "compressed in a way"),
+    "only a preamble": (b"\0" * 128 + b"DICM", "cannot be read"),
+    "gzip of something else": (gzip.compress(b"hello"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_other_files_are_one_line(case: str) -> None:
+    file, why = BAD[case]
+    with pytest.raises(FedgenError, match=why) as error, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pixels(file)
+    assert len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+@kills(
+    "fedgen/data/scans.py",
+    "plain.read(offset + values * header.get_data_dtype().itemsize - len(head))",
+    "plain.read()",
+)
+def test_a_small_file_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte of zeros after a volume of half a kilobyte is not unpacked."""
+    file = gzip.compress(nifti((8, 8, 8), bytes(2**24)), 1)
+    read_bytes = []
+    real = gzip.GzipFile.read
+    monkeypatch.setattr(
+        gzip.GzipFile, "read", lambda *a: (read_bytes.append(len(r := real(*a))), r)[1]
+    )
+    assert pixels(file).shape == (8, 1, 8, 8)
+    assert sum(read_bytes) < 10_000
+
+
+def written(file: pydicom.FileDataset) -> bytes:
+    stream = io.BytesIO()
+    pydicom.dcmwrite(stream, file, enforce_file_format=True)
+    return stream.getvalue()
+
+
+DICOM = written(dicom(STORED, "P1", WindowCenter=2048, WindowWidth=4096))
+NIFTI = nifti((8, 8, 8), bytes(range(256)) * 2)
+
+
+@given(st.sampled_from([DICOM, NIFTI]), st.data())
+def test_damaged_files_are_refused_or_read(file: bytes, data: st.DataObject) -> None:
+    """Whatever the damage: no other error, and no endless work."""
+    damaged = bytearray(file[: data.draw(st.integers(133, len(file)))])
+    for place in data.draw(st.lists(st.integers(0, min(len(damaged), 700) - 1), max_size=4)):
+        damaged[place] = data.draw(st.integers(0, 255))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            assert pixels(bytes(damaged), size=8).shape[1:] == (1, 8, 8)
+        except FedgenError as error:
+            assert str(error).startswith("data.path: ")
+
+
+# --- persons --------------------------------------------------------------------------------------
+
+
+def images_of_persons(place: Path, name: str = "{label}/{person}_{n}.png", count: int = 60) -> None:
+    """Write images of 20 persons under two labels; names do not repeat."""
+    for n in range(count):
+        label, person = ("ill", "well")[n % 2], f"P{n % 20:02d}"
+        path = place / name.format(label=label, person=person, n=n)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), n + 1).save(path)
+
+
+def groups(data: Dataset) -> set[tuple[int, ...]]:
+    """Return the grey values of the images of each person."""
+    assert data.persons is not None
+    values = data.images[:, 0, 0, 0]
+    return {tuple(sorted(values[data.persons == p].tolist())) for p in np.unique(data.persons)}
+
+
+@kills(
+    "fedgen/data/folders.py", "if record.person else (record.name,)", "if False else (record.name,)"
+)
+def test_persons_by_the_names_of_files_and_of_folders(tmp_path: Path) -> None:
+    """All images of a person are to train on, or all are to test on."""
+    expected = {tuple(range(n + 1, 61, 20)) for n in range(20)}
+    images_of_persons(tmp_path / "files")
+    images_of_persons(tmp_path / "folders", "{label}/{person}/study/series {n}/{n}.png")
+    for data in (
+        read(tmp_path / "files", person=r"^(P\d+)_"),
+        read(tmp_path / "folders", person="folder"),
+    ):
+        assert groups(data) < expected and len(groups(data)) > 12
+        assert len(data.labels) == 3 * len(groups(data)) == 60 - len(data.test_labels)
+
+
+def test_persons_by_a_tag(tmp_path: Path) -> None:
+    """Frames of a file are images of one person, and of one split."""
+    for n in range(40):
+        frames = np.full((2, 8, 8), n * 100, np.uint16) + np.array([[[0]], [[50]]], np.uint16)
+        path = tmp_path / ("ill", "well")[n % 2] / f"IM{n}"
+        save_dicom(path, frames, f"P{n % 10}", WindowCenter=2048, WindowWidth=4096)
+    data = read(tmp_path, person="tag:PatientID")
+    assert len(data.labels) + len(data.test_labels) == 80 and len(data.labels) % 8 == 0
+    assert all(len(group) == 8 for group in groups(data))
+    with pytest.raises(FedgenError, match="there is no DICOM tag 'Patient'"):
+        read(tmp_path, person="tag:Patient")
+    save_dicom(tmp_path / "ill" / "nobody", STORED[:8, :8], WindowCenter=1, WindowWidth=9)
+    images_of_persons(tmp_path, count=1)
+    with pytest.raises(FedgenError, match=r"2 of 42 files have no DICOM tag PatientID: .*nobody"):
+        read(tmp_path, person="tag:PatientID")
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("Q", "is neither a column nor a regular expression with a group"),
+        ("(Q", "is neither a column nor a regular expression"),
+        ("(Q)", "finds no person in 60 of 60 names"),
+        (r"(\d*)", "finds no person in 60 of 60 names"),
+    ],
+)
+def test_other_expressions_are_one_line(expression: str, why: str, tmp_path: Path) -> None:
+    images_of_persons(tmp_path)
+    with pytest.raises(FedgenError, match=f"data.person: {why}"):
+        read(tmp_path, person=expression)
+
+
+def test_images_beside_the_folders_of_persons_are_refused(tmp_path: Path) -> None:
+    images_of_persons(tmp_path, "{label}/{person}/{n}.png")
+    images_of_persons(tmp_path, "{label}/{n}.png", 2)
+    with pytest.raises(FedgenError, match=r"outside the folders of persons: .*0\.png"):
+        read(tmp_path, person="folder")
+    images_of_persons(tmp_path / "other", "{label}/{person}/{n}.png")
+    with pytest.raises(FedgenError, match="applies to tables"):
+        read(tmp_path, label="sex")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("{label}/{person}_{n}.png", r"^([^_.-]*[0-9])[_-]"),
+        ("{label}/{person}-{n}.png", r"^([^_.-]*[0-9])[_-]"),
+        ("{label}/IM_{n}.png", ""),
+        ("{label}/{n}.png", ""),
+        ("{label}/x{n}_1.png", ""),
+    ],
+)
+def test_names_that_look_like_persons_are_reported(
+    name: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a setting that the check then accepts."""
+    images_of_persons(tmp_path, name)
+    data = read(tmp_path)
+    assert data.likely_persons == hint
+    if not hint:
+        return
+    asked = ["data", "check", "data=folder", f"data.path={tmp_path}"]
+    assert cli.run(asked) == 0
+    assert f"data.person='{hint}'" in capsys.readouterr().out
+    assert cli.run([*asked, f"data.person='{hint}'"]) == 0
+    assert "persons, with 3 images each" in capsys.readouterr().out
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def medmnist(path: Path, labels: NDArray[Any]) -> None:
+    """Write a file in MedMNIST's layout, with a third split."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for split, rows in (("train", slice(0, 40)), ("val", slice(40, 50)), ("test", slice(50, 60))):
+        arrays[f"{split}_images"] = RNG.integers(0, 256, (60, 28, 28)).astype(np.uint8)[rows]
+        arrays[f"{split}_labels"] = labels[rows]
+    np.savez(path, **arrays)
+
+
+FINDINGS = RNG.integers(0, 2, (60, 14)).astype(np.uint8)
+
+
+@kills("fedgen/data/labels.py", "1 << bit for bit in", "1 for bit in")
+def test_labels_of_medmnist(tmp_path: Path) -> None:
+    """Classes, an ordinal scale, and several findings per image."""
+    file = tmp_path / "x.npz"
+    for kind in (np.uint8, np.int64):
+        medmnist(file, (np.arange(60) % 5)[:, None].astype(kind))
+        assert read(file, classes=5).labels.tolist() == [*range(5)] * 8
+    medmnist(file, FINDINGS)
+    data = read(file, label=3)
+    assert (data.labels == FINDINGS[:40, 3]).all() and data.names == ("no 3", "3")
+    data = read(file, label=[3, 0])
+    assert (data.labels == FINDINGS[:40, 3] + 2 * FINDINGS[:40, 0]).all()
+    assert data.names == ("none", "3", "0", "3+0")
+    assert read(file, label=[0], labels=["well", "ill"]).names == ("well", "ill")
+    with pytest.raises(FedgenError, match="choose columns by number"):
+        read(file, classes=2)
+
+
+@pytest.mark.parametrize(
+    ("label", "labels", "why"),
+    [
+        (14, None, "without column 14"),
+        ([0, 0], None, "combines 0, 0"),
+        ([0, 1, 2, 3, 4], None, "at most 4"),
+        ("effusion", None, "columns of an .npz have no names"),
+        ([0, 1], ["a", "b"], "names 2 labels, but 0, 1 have 4 combinations"),
+    ],
+)
+def test_other_columns_are_one_line(label: Any, labels: Any, why: str, tmp_path: Path) -> None:
+    medmnist(tmp_path / "x.npz", FINDINGS)
+    with pytest.raises(FedgenError, match=why):
+        read(tmp_path / "x.npz", label=label, labels=labels)
+    medmnist(tmp_path / "x.npz", FINDINGS + 1)
+    with pytest.raises(FedgenError, match="values other than 0 and 1"):
+        read(tmp_path / "x.npz", label=0)
+
+
+def table(place: Path) -> Path:
+    """Write a table of 60 images with two findings and a patient each."""
+    lines = ["path,effusion,nodule,site,patient"]
+    for n in range(60):
+        Image.new("L", (8, 8), n + 1).save(place / f"{n}.png")
+        lines.append(f"{n}.png,{n % 2},{n // 2 % 2},{'ab'[n % 2]},Erika {n % 12}")
+    (place / "x.csv").write_text("\n".join(lines))
+    return place / "x.csv"
+
+
+def test_columns_of_a_table_are_chosen(tmp_path: Path) -> None:
+    path = table(tmp_path)
+    data = read(path, label=["effusion", "nodule"], person="patient")
+    value = data.images[:, 0, 0, 0].astype(int) - 1
+    assert (data.labels == value % 4).all()
+    assert data.names == ("none", "effusion", "nodule", "effusion+nodule")
+    assert all(len(group) == 5 for group in groups(data))
+    assert data.unread_columns == ("site",)
+    assert read(path, label="nodule").names == ("no nodule", "nodule")
+    assert read(path, label="site", labels=["a", "b"]).names == ("a", "b")
+    with pytest.raises(FedgenError, match=r"data\.label: .* has no column age"):
+        read(path, label="age")
+    with pytest.raises(FedgenError, match="effusion, site have values other than 0 and 1"):
+        read(path, label=["effusion", "site"])
+
+
+# --- archives -------------------------------------------------------------------------------------
+
+
+def sample(n: int, **fields: object) -> dict[str, bytes | object]:
+    return {"png": png(np.full((8, 8), n + 1, np.uint8)), "json": {"label": n % 2, **fields}}
+
+
+def test_archives_of_samples(tmp_path: Path) -> None:
+    """Labels by ``.cls`` or a field; clients and persons by fields; splits by names of archives."""
+    for at in range(2):
+        rows = range(at * 20, at * 20 + 20)
+        numbered = {
+            f"a/{n}": {"png": png(np.full((8, 8), n + 1, np.uint8)), "cls": str(n % 2).encode()}
+            for n in rows
+        }
+        save_tar(tmp_path / "plain" / f"{at}.tar", numbered)
+        full = {f"a/{n}": sample(n, client="ab"[n % 2], person=f"P{n % 5}", f=n % 2) for n in rows}
+        save_tar(tmp_path / "full" / f"{('train', 'test')[at]}-0.tar", full)
+    data = read(tmp_path / "plain", classes=2)
+    assert (data.labels == (data.images[:, 0, 0, 0] - 1) % 2).all()
+    assert len(data.labels) + len(data.test_labels) == 40 and data.persons is None
+    both = [str(tmp_path / "plain" / f"{at}.tar") for at in range(2)]
+    same = folder(STREAMS, None, both, labels=["0", "1"])
+    assert same.digest == data.digest
+    data = read(tmp_path / "full", label="f")
+    assert sorted(data.images[:, 0, 0, 0]) == list(range(1, 21)) and data.names == ("no f", "f")
+    assert data.writers is not None and len(groups(data)) == 5
+    assert len(groups(read(tmp_path / "full", classes=2, person=r"a?(\d)$"))) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"a/1": {"cls": b"1"}}, "1 of 3 samples have no image: a/1"),
+        ({"a/1": {"png": b""}}, "1 of 3 samples have no label: a/1"),
+        ({"a/1": {"png": b"", "cls": b"7"}}, "lacks labels of the data: 7"),
+        ({"a/1": {"png": b"", "cls": b"1"}}, r"cannot be read as images: .*a/1\.png"),
+        ({"a/1": {"png": b"", "jpg": b"", "cls": b"1"}}, "a/1 has several images"),
+        ({"a/1": {"png": b"", "json": b"["}}, "is no JSON object"),
+        ({"a/1": {"png": b"", "json": b"[" * 10**4}}, "is no JSON object"),
+        ({"a/1": {"png": b"", "cls": b"\xff"}}, "is not UTF-8"),
+        ({"a/1": {"png": b"", "cls": b"1" * 10**5}}, "has more than 65,536 bytes"),
+        ({"a/1": sample(1, person="P")}, "2 of 3 samples have no person"),
+    ],
+)
+def test_other_archives_are_one_line(change: Any, why: str, tmp_path: Path) -> None:
+    save_tar(tmp_path / "x.tar", {f"b/{n}": sample(n) for n in range(2)} | change)
+    with pytest.raises(FedgenError, match=why):
+        read(tmp_path / "x.tar", labels=["0", "1"])
+
+
+def test_unreadable_archives_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"\0" * 100)
+    with pytest.raises(FedgenError, match="no readable tar file"):
+        read(tmp_path / "x.tar", classes=2)
+    for at in range(2):
+        save_tar(tmp_path / "two" / f"{at}.tar", {"b/1": sample(1)})
+    with pytest.raises(FedgenError, match=r"b/1 is in .* and in"):
+        read(tmp_path / "two", classes=2)
+    save_tar(tmp_path / "none.tar", {})
+    with pytest.raises(FedgenError, match="has no images"):
+        read(tmp_path / "none.tar", classes=2)
+
+
+# --- from files to a generator --------------------------------------------------------------------
+
+
+def ct(place: Path) -> list[str]:
+    for n in range(80):
+        frames = RNG.integers(0, 4096, (2, 20, 16)).astype(np.uint16)
+        path = place / ("ill", "well")[n % 2] / f"{n}.dcm"
+        save_dicom(path, frames, f"Erika{n % 40}", RescaleSlope=1, RescaleIntercept=-1024)
+    return ["data.window=[40,400]", "data.size=8", "data.person=tag:PatientID"]
+
+
+def mr(place: Path) -> list[str]:
+    for n in range(40):
+        volume = RNG.normal(size=(8, 8, 4)).astype(np.float32)
+        save_nifti(place / ("ill", "well")[n % 2] / f"Erika{n}.nii.gz", volume)
+    return ["data.window=[0,4]", "data.axis=axial", "data.person='^(.+)[.]nii'"]
+
+
+def tiff(place: Path) -> list[str]:
+    images_of_persons(place, "{label}/Erika{person}_{n}.png")
+    for path in sorted(place.glob("*/*")):
+        Image.fromarray(STORED[:8, :8]).save(path.with_suffix(".tif"))
+        path.unlink()
+    return ["data.window=[2048,4096]", "data.person='^(.+)_'"]
+
+
+def npz_classes(place: Path) -> list[str]:
+    place.mkdir()
+    medmnist(place / "x.npz", (np.arange(60) % 2)[:, None])
+    return [f"data.path={place}/x.npz", "data.classes=2", "privacy.unit=record"]
+
+
+def npz_findings(place: Path) -> list[str]:
+    place.mkdir()
+    medmnist(place / "x.npz", FINDINGS)
+    return [f"data.path={place}/x.npz", "data.label=[0,1]", "privacy.unit=record"]
+
+
+def archive(place: Path) -> list[str]:
+    save_tar(place / "x.tar", {f"{n}": sample(n, person=f"Erika{n % 30}") for n in range(60)})
+    return ["data.classes=2"]
+
+
+@pytest.mark.parametrize("make", [ct, mr, tiff, npz_classes, npz_findings, archive])
+def test_one_command_leads_to_a_generator(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of persons where they are known, whose names are nowhere in the run or its output."""
+    words = make(tmp_path / "data")
+    persons = [] if "privacy.unit=record" in words else ["privacy.images_per_person=2"]
+    unit = "person" if persons else "record"
+    run = tmp_path / "run"
+    assert cli.run([
+        "train", "method=mixture", *tiny("mixture"), "data=folder", f"data.path={tmp_path}/data",
+        "data.public_rows=60", f"privacy.unit={unit}", *persons, *words, f"run_dir={run}",
+    ]) == 0, capsys.readouterr().err  # fmt: skip
+    output = capsys.readouterr()
+    assert f"per {unit}" in output.out + output.err
+    assert (run / "public" / "generator.safetensors").is_file()
+    for text in [output.out, output.err]:
+        assert "Erika" not in text
+    for path in run.rglob("*"):
+        assert "Erika" not in path.name
+        assert path.is_dir() or b"Erika" not in path.read_bytes(), path
