@@ -80,7 +80,11 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
     if dataset.classes == 1:
         warnings.append("all images have one label: the utility of samples cannot be measured")
     warnings += narrow_range(dataset) + rare_labels(dataset, counts)
-    if test < MIN_IMAGES:
+    if not test:
+        warnings.append(
+            "no test images: add a folder test/ or a column split, or train with evaluation=none"
+        )
+    elif test < MIN_IMAGES:
         warnings.append(
             f"{test} test images are few for an evaluation: consider the confidence intervals"
         )

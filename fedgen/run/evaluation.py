@@ -90,9 +90,17 @@ def _evaluate_run(
     return results
 
 
-def check_judged(evaluation: DictConfig, data: Dataset) -> None:
-    """Raise FedgenError if the test split is too small for an inception score."""
-    if evaluation.judge and len(data.test_images) < PARTS:
+def check_test_split(evaluation: DictConfig, data: Dataset, distinct: int | None) -> None:
+    """Raise FedgenError if the test split is empty, or too small for an inception score.
+
+    Args:
+        distinct: number of distinct images if samples repeat a set; they are not judged.
+    """
+    if validation.min_samples(evaluation) and not len(data.test_images):
+        problem = "needs test images, and the test split is empty"
+        remedy = "add a folder test/ or a column split, or set evaluation=none"
+        raise FedgenError("evaluation", problem, remedy)
+    if evaluation.judge and distinct is None and len(data.test_images) < PARTS:
         problem = f"needs at least {PARTS} test images, the data set has {len(data.test_images)}"
         raise FedgenError("evaluation.judge", problem, "set it to false")
 
@@ -119,10 +127,9 @@ def suite(
             are not informative for so few, and leakage counts each once.
 
     Raises:
-        FedgenError: if the test split is too small for the judge.
+        FedgenError: if the test split is empty, or too small for the judge.
     """
-    if distinct is None:
-        check_judged(evaluation, data)
+    check_test_split(evaluation, data, distinct)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
     results = utilities(evaluation, data, samples, streams, progress)
     if distinct is not None:

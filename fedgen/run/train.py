@@ -39,7 +39,7 @@ from fedgen.reporting.progress import RunProgress
 from fedgen.run import setup
 from fedgen.run.clients import RunClientSetup, client_setup
 from fedgen.run.data_budget import finish_run, has_dropout, progress_of, register_run
-from fedgen.run.evaluation import JUDGED, check_judged, evaluate_run
+from fedgen.run.evaluation import JUDGED, check_test_split, evaluate_run
 from fedgen.run.memory import PeakMemory
 from fedgen.run.metrics_log import MetricsLog, RoundCallback, is_due
 from fedgen.run.privacy_record import Accounts, count_unplanned, open_ledgers
@@ -187,8 +187,9 @@ def _check_runtime(ready: Setup) -> None:
     if deployed and (ready.faults.total or config.corruption.fraction):
         problem = "faults and bugs are planted in simulations alone"
         raise FedgenError("runtime", problem, "set runtime.faults and corruption.fraction to 0")
-    if config.evaluation.samples and ready.method.server.distinct_images is None:
-        check_judged(config.evaluation, ready.dataset)
+    if config.evaluation.samples:
+        distinct = ready.method.server.distinct_images
+        check_test_split(config.evaluation, ready.dataset, distinct)
 
 
 class Training:

@@ -405,6 +405,30 @@ def test_names_that_look_like_persons_are_reported(
     assert "persons, with 3 images each" in capsys.readouterr().out
 
 
+@kills(
+    "fedgen/run/evaluation.py",
+    "if validation.min_samples(evaluation) and not len(data.test_images):",
+    "if False:",
+)
+def test_a_test_split_without_images_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of four persons, none is chosen for it; the check proposes what training accepts."""
+    for n in range(40):
+        path = tmp_path / "data" / "ab"[n % 2] / f"P{n % 4}_{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), n + 1).save(path)
+    words = ["data=folder", f"data.path={tmp_path}/data", "data.person='^(P[0-9])_'"]
+    assert cli.run(["data", "check", *words]) == 0
+    assert "no test images: add a folder test/" in capsys.readouterr().out
+    train = ["train", "method=mixture", *tiny("mixture"), *words, "data.public_rows=40"]
+    asked = [*train, "evaluation=quick", f"run_dir={tmp_path}/run"]
+    assert cli.run(asked) == 2
+    assert "evaluation: needs test images" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert cli.run([*train, f"run_dir={tmp_path}/run"]) == 0
+
+
 # --- labels ---------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import socket
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,10 @@ def test_three_parties_follow_the_page(
         rows = here("coordinator", f"{verify.partition(' signed_by')[0]} {shlex.quote(check)}")
         assert "2 of 2 participants" in rows and rows.count("assumed") == 3
         assert all(key in rows for key in prints.values())
+        with zipfile.ZipFile(places["coordinator"] / "two-sites.zip") as package:
+            [account] = [name for name in package.namelist() if name.endswith("/account.json")]
+            statements = [json.loads(s["text"]) for s in json.loads(package.read(account))["signed"]]
+        assert [statement["unit"] for statement in statements] == ["person", "person"]
         for name in ("north", "south"):
             assert "ε so far 5.00" in here(name, f"{log} lines=100")
             (places[name] / "images").rename(tmp_path / f"images of {name}")
