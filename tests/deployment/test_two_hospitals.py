@@ -112,7 +112,9 @@ def test_three_parties_follow_the_page(
         assert all(key in rows for key in prints.values())
         with zipfile.ZipFile(places["coordinator"] / "two-sites.zip") as package:
             [account] = [name for name in package.namelist() if name.endswith("/account.json")]
-            statements = [json.loads(s["text"]) for s in json.loads(package.read(account))["signed"]]
+            statements = [
+                json.loads(s["text"]) for s in json.loads(package.read(account))["accounts"]
+            ]
         assert [statement["unit"] for statement in statements] == ["person", "person"]
         for name in ("north", "south"):
             assert "ε so far 5.00" in here(name, f"{log} lines=100")
