@@ -65,7 +65,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         raise FedgenError("out", problem, "give a new out=FILE.zip")
     _check_place(out)
     run_dir, was, identity = open_run(Path(config.run), "run")
-    if not run_dir.finished:
+    if not run_dir.trained:  # evaluated or not
         problem, remedy = f"{run_dir.path} is not finished", f"fedgen train resume={run_dir.path}"
         raise FedgenError("run", problem, remedy)
     run = run_dir.path

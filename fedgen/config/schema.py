@@ -101,6 +101,7 @@ class _Runtime(_FunctionGroup):
 class _Evaluation(_Section):
     samples: Annotated[int, Ge(0), Le(10**7)]
     seeds: Annotated[int, Ge(0), Le(1000)]
+    max_side: Annotated[int, Ge(8), Le(1024)] | None = None
     jobs: Processes | None
     classifiers: dict[str, _FunctionGroup]
     real2gen: list[str]

@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,33 @@ def train_classifier(
     return net.eval()
 
 
+def reduced(images: Images, side: int | None) -> Images:
+    """Return images (n, channels, h, w) of at most ``side`` pixels, as averages of areas."""
+    if side is None or max(images.shape[2:]) <= side:
+        return images
+    parts = np.array_split(images, -(-len(images) // _CHUNK) or 1)
+    means = [F.interpolate(_floats(part) * 255, (side, side), mode="area") for part in parts]
+    return torch.cat(means).round().to(torch.uint8).numpy()
+
+
+def expected_seconds(fits: Sequence[Fit]) -> float:
+    """Return roughly how long classifiers take, if each trains for all of its epochs, by the time
+    of a step of ``cnn``. Others are fast, or unknown."""
+    networks = [fit for fit in fits if fit.epochs and not fit.is_cached]
+    if not networks:
+        return 0.0
+    images, labels = networks[0].rows[0][:128], networks[0].rows[1][:128]
+    net = small_cnn(images.shape[1:], networks[0].classes)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        loss = F.cross_entropy(net(_floats(images)), torch.from_numpy(labels))
+        torch.autograd.grad(loss, list(net.parameters()))
+        seconds.append(time.perf_counter() - start)
+    steps = [fit.epochs * max(len(fit.rows[1]) / 128, LEAST_BATCHES) for fit in networks]
+    return min(seconds) * sum(steps)
+
+
 def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float32]:
     """Return the output of a network, or a part of it: (n, ...). It is set to evaluation mode."""
     if isinstance(net, nn.Module):
@@ -169,9 +198,21 @@ class Fit:
     seed: int
     cache_file: Path | None = None
 
+    @property
+    def epochs(self) -> int:
+        """Maximum number of epochs of ``cnn``; 0 for other classifiers."""
+        classifier: Any = self.classifier
+        is_cnn = isinstance(classifier, partial) and classifier.func is cnn
+        return int(classifier.keywords["epochs"]) if is_cnn else 0
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether its scores are known."""
+        return self.cache_file is not None and self.cache_file.exists()
+
     def scores(self) -> dict[str, Scores]:
         """Return the score on each test, by name."""
-        if self.cache_file is not None and self.cache_file.exists():
+        if self.cache_file is not None and self.is_cached:
             kept: dict[str, Scores] = json.loads(self.cache_file.read_text())
             return kept
         try:

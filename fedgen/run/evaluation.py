@@ -6,6 +6,7 @@ are only for holders of the images.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from importlib.util import find_spec
@@ -18,22 +19,35 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedgen.config import validation
 from fedgen.config.build import build
+from fedgen.config.extensions import is_extension
 from fedgen.data.datasets import Dataset
 from fedgen.errors import FedgenError
+from fedgen.evaluation import utility
 from fedgen.evaluation.inception_score import PARTS
 from fedgen.evaluation.leakage import PICTURES
 from fedgen.evaluation.metrics import Judged, data_digest, metrics
-from fedgen.evaluation.utility import Fit, Images, Labels, Scores, all_scores, summary
+from fedgen.evaluation.utility import (
+    Fit,
+    Images,
+    Labels,
+    Scores,
+    all_scores,
+    expected_seconds,
+    reduced,
+    summary,
+)
 from fedgen.methods.api import Tensors
+from fedgen.models import classifiers as classifier_models
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.progress import RunProgress
 from fedgen.run.generator import judged_samples
 from fedgen.run.setup import Setup
 from fedgen.storage.folders import make_folder
-from fedgen.storage.io import cache, temporary_path
+from fedgen.storage.io import cache, digest, temporary_path
 from fedgen.storage.run_dir import RunDir
 
 LabelledImages = tuple[Images, Labels]
+_LONG = 60  # seconds of an evaluation that is announced
 
 
 JUDGED = (
@@ -160,22 +174,28 @@ def utilities(
 ) -> dict[str, Any]:
     """Return gen2real, and if ``real``, the accuracy of the same classifiers trained on as many
     real images, on the test split (``real2real``) and, for those in ``evaluation.real2gen``, on
-    samples (``real2gen``)."""
+    samples (``real2gen``). Images larger than ``evaluation.max_side`` are reduced for all.
+    Scores are cached, so that an interrupted evaluation resumes."""
     classifiers = {
         str(name): classifier
         for name, classifier in evaluation.classifiers.items()
         if _installed(str(name), classifier, progress)
     }
+    side = evaluation.get("max_side")
     order = torch.randperm(len(data.labels), generator=streams.public("real")).numpy()
-    rows = data.images[order[: len(samples[1])]], data.labels[order[: len(samples[1])]]
-    test = data.test_images, data.test_labels
+    chosen = order[: len(samples[1])]
+    rows = reduced(data.images[chosen], side), data.labels[chosen]
+    test = reduced(data.test_images, side), data.test_labels
+    samples = reduced(samples[0], side), samples[1]
 
     def fit(name: str, seed: int, train: LabelledImages, **tests: LabelledImages) -> Fit:
         cache_file = None
-        if list(tests) == ["real2real"]:  # independent of the samples
+        if not is_extension(classifiers[name].type):  # its code may change
             settings = OmegaConf.to_container(classifiers[name], resolve=True)
-            name_of_result = data_digest(settings, seed, data.classes, *train, *test)
-            cache_file = cache() / "real2real" / f"{name_of_result}.json"
+            tested = [array for judged in tests.values() for array in judged]
+            facts = settings, seed, data.classes, list(tests), _code_digest()
+            name_of_result = data_digest(*facts, *train, *tested)
+            cache_file = cache() / "classifiers" / f"{name_of_result}.json"
         classifier = build(classifiers[name], f"evaluation.classifiers.{name}")
         return Fit(name, classifier, train, tests, data.classes, seed, cache_file)
 
@@ -191,6 +211,12 @@ def utilities(
     ]  # a single label trains no classifier
     jobs = min(evaluation.jobs or os.cpu_count() or 1, max(len(fits), 1))
     if fits:
+        if (seconds := expected_seconds(fits) / jobs) > _LONG:
+            part = "; an interrupted evaluation keeps finished classifiers" if real else ""
+            progress.say(
+                f"evaluation of {len(samples[0]):,} samples by {', '.join(classifiers)}: about "
+                f"{seconds / 60:.0f} minutes{part}"
+            )
         progress.show("evaluation", 0, len(fits), f"{fits[0].name}, of {len(samples[0]):,} samples")
     scores: dict[tuple[str, str], list[Scores]] = {}
     for done, (number, test_scores) in enumerate(all_scores(fits, jobs), 1):
@@ -209,6 +235,14 @@ def utilities(
         }
         for kind in (trained_on if real else ["gen2real"])
     }
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return a digest of the code of the classifiers."""
+    return digest(
+        *(Path(str(module.__file__)).read_bytes() for module in (utility, classifier_models))
+    )
 
 
 def _installed(name: str, classifier: DictConfig, progress: RunProgress) -> bool:

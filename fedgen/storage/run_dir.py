@@ -388,6 +388,14 @@ class RunDir:
         return content
 
     @property
+    def trained(self) -> bool:
+        """Return whether the run has its generator and all other output except the evaluation."""
+        try:
+            return "judged" in self.results()
+        except FedgenError:
+            return False
+
+    @property
     def finished(self) -> bool:
         """Return whether the run has all of its output, of which the evaluation is last."""
         try:

@@ -9,12 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import STREAMS, Train
+from mutation import kills
+from tiny import STREAMS, TINY, Train
 
+from fedgen import cli
 from fedgen.config.build import build
 from fedgen.config.compose import compose
 from fedgen.data.digits import digits
-from fedgen.evaluation.utility import Fit, Predict, all_scores, cnn, scikit, summary
+from fedgen.evaluation.utility import (
+    Fit,
+    Predict,
+    Scores,
+    all_scores,
+    cnn,
+    expected_seconds,
+    reduced,
+    scikit,
+    summary,
+)
+from fedgen.storage.run_dir import RunDir
 
 DATA = digits(STREAMS)
 REAL = (DATA.images, DATA.labels)
@@ -136,4 +149,51 @@ def test_a_run_trains_on_real_images_once(
     assert set(record["real2gen"]) == {"cnn"}
     assert record["real2real"]["logistic_regression"]["mean"] > 0.5
     assert again["real2real"] == record["real2real"]
-    assert len(list((tmp_path / "cache" / "real2real").iterdir())) == 1
+    assert len(list((tmp_path / "cache" / "classifiers").iterdir())) == 4
+
+
+@kills("fedgen/run/evaluation.py", "        cache_file = cache()", "        cache()")
+def test_an_interrupted_evaluation_keeps_finished_classifiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run can be released before, and resumes with the classifiers that remain."""
+    monkeypatch.setenv("FEDGEN_CACHE", str(tmp_path / "cache"))
+    words = ["rounds=1", "evaluation=quick", "evaluation.samples=60"]
+    words.append("evaluation.classifiers.cnn.epochs=1")
+    real, trained = Fit.scores, []
+
+    def scores(fit: Fit) -> dict[str, Scores]:
+        if not fit.is_cached:
+            trained.append(fit.name)
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        return real(fit)
+
+    monkeypatch.setattr(Fit, "scores", scores)
+    run = RunDir(tmp_path / "a")
+    assert cli.run(["train", *TINY, *words, f"run_dir={run.path}"]) == 130
+    assert run.trained and not run.finished
+    del trained[:]
+    assert cli.run(["train", f"resume={run.path}"]) == 0
+    assert len(trained) == 2 and run.finished
+
+
+def test_large_images_are_reduced_for_classifiers() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (70, 3, 64, 64)).astype(np.uint8)
+    result = reduced(images, 32)
+    assert result.shape == (70, 3, 32, 32) and result.dtype == np.uint8
+    means = images.reshape(70, 3, 32, 2, 32, 2).mean((3, 5))
+    assert np.abs(result - means).max() <= 0.5
+    assert reduced(images, None) is images and reduced(images, 64) is images
+
+
+def test_the_duration_of_an_evaluation_is_estimated(tmp_path: Path) -> None:
+    """From the steps of networks whose scores are not known."""
+    rows, known = (DATA.images[:300], DATA.labels[:300]), tmp_path / "known.json"
+    fits = [Fit("cnn", partial(cnn, epochs=n), rows, {}, 10, 0) for n in (1, 100)]
+    one, many = (expected_seconds([fit]) for fit in fits)
+    assert 0 < one < many
+    known.write_text("{}")
+    assert expected_seconds([Fit("cnn", partial(cnn, epochs=1), rows, {}, 10, 0, known)]) == 0
+    other = partial(scikit, model="sklearn.naive_bayes.GaussianNB")
+    assert expected_seconds([Fit("nb", other, rows, {}, 10, 0)]) == 0
