@@ -92,7 +92,7 @@ settings (defaults in brackets):
                          privacy.adversary=server|release privacy.noise=seeded|secure
                          privacy.unit=record|client|person privacy.images_per_person=N
                          privacy.budget_epsilon=E, of all secure runs on the same data
-  runtime=<runtime> [auto: ray for several clients, else in_process]
+  runtime=<runtime> [auto: in_process for up to 20 clients, else ray]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE
                          runtime.checkpoint_every=N
                          runtime.faults.<fault>=PROBABILITY

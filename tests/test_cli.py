@@ -829,7 +829,10 @@ def test_sweeps_run_every_combination(tmp_path: Path) -> None:
     ("words", "runtime"),
     [
         ([], "in_process"),
-        (["partition=iid"], "ray"),
+        (["partition=iid"], "in_process"),
+        (["partition=iid", "partition.clients=21"], "ray"),
+        (["partition=iid", "runtime.actors=2"], "ray"),
+        (["partition=by_folder"], "in_process"),
         (["runtime=auto", "partition=by_writer"], "ray"),
         (["partition=iid", "runtime=flower"], "flower"),
         (["experiment=mnist_writers"], "ray"),

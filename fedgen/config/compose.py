@@ -131,7 +131,7 @@ def defaults(name: str) -> tuple[DictConfig, list[str]]:
 
 def _composed_config(name: str, words: list[str]) -> tuple[DictConfig, DictConfig, dict[str, Any]]:
     """Return the settings of the chosen groups, the same with all overrides, and the options of the
-    groups. Several clients run on Ray unless the experiment or an override names a runtime."""
+    groups. Many clients run on Ray unless the experiment or an override names a runtime."""
     folders = group_folders()
     parsed = OverridesParser.create().parse_overrides(words)
     values = [override for override in parsed if _is_value(override, folders)]
@@ -143,7 +143,8 @@ def _composed_config(name: str, words: list[str]) -> tuple[DictConfig, DictConfi
     of_runtime = [override for override in values if _group_of(override.key_or_group) == "runtime"]
     set_values(config, [override for override in values if override not in of_runtime])
     if groups.get("runtime") == "auto":
-        groups["runtime"] = "ray" if _has_several_clients(config) else "in_process"
+        on_ray = _has_many_clients(config) or any(map(_is_of_ray, of_runtime))
+        groups["runtime"] = "ray" if on_ray else "in_process"
         runtime_defaults = OmegaConf.load(config_name("runtime", groups["runtime"]))
         for settings in (default, config):
             with open_dict(settings):
@@ -264,6 +265,24 @@ def _threads() -> int:
 
 def _has_several_clients(config: DictConfig) -> bool:
     return bool(OmegaConf.select(config, "partition.clients", default=1) != 1)
+
+
+def _has_many_clients(config: DictConfig) -> bool:
+    """Return whether starting Ray probably pays: more than 20 clients, or one per writer."""
+    clients = OmegaConf.select(config, "partition.clients", default=1)
+    if clients is None:  # as many as writers, or as folders
+        return bool(OmegaConf.select(config, "partition.type") != "by_folder")
+    return not isinstance(clients, int) or clients > _MOST_IN_PROCESS
+
+
+_MOST_IN_PROCESS = 20  # clients
+
+
+def _is_of_ray(override: Override) -> bool:
+    """Return whether an override is a setting of Ray alone."""
+    key = override.key_or_group.partition("runtime.")[2]
+    settings = [OmegaConf.load(config_name("runtime", name)) for name in ("ray", "in_process")]
+    return key in settings[0] and key not in settings[1]
 
 
 def _extension_folders() -> list[str]:
