@@ -57,13 +57,16 @@ def save_dicom(path: Path, pixels: NDArray[Any], person: str = "", **attributes:
     pydicom.dcmwrite(path, dicom(pixels, person, **attributes), enforce_file_format=True)
 
 
-def save_nifti(path: Path, values: NDArray[Any], codes: str = "RAS") -> None:
-    """Write a NIfTI volume with these axes, e.g. to the patient's right, front and head."""
+def save_nifti(path: Path, values: NDArray[Any], codes: str = "RAS", scale: float = 1.0) -> None:
+    """Write a NIfTI volume with these axes, e.g. to the patient's right, front and head; ``scale``:
+    size of a voxel from head to feet over its others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     affine = np.zeros((4, 4))
     affine[3, 3] = 1
     for axis, code in enumerate(codes):
-        affine["RL AP SI".index(code) // 3, axis] = 1 if code in "RAS" else -1
+        affine["RL AP SI".index(code) // 3, axis] = (1 if code in "RAS" else -1) * (
+            scale if code in "SI" else 1
+        )
     nibabel.save(nibabel.Nifti1Image(values, affine), path)
 
 

@@ -13,8 +13,8 @@ from fedgen.data.datasets import Dataset
 from fedgen.privacy.budget import delta_problem
 from fedgen.run.preflight import (
     MIN_IMAGES,
-    likely_persons,
     narrow_range,
+    person_warnings,
     rare_labels,
     unread_columns,
 )
@@ -98,7 +98,7 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "a person has images at several clients, and no client can protect them alone: with "
             "privacy.unit=person use partition=single"
         )
-    warnings += unread_columns(dataset) + likely_persons(dataset)
+    warnings += unread_columns(dataset) + person_warnings(dataset)
     if dataset.persons is None and not dataset.likely_persons:
         warnings.append(
             "ε protects single images: several images of one person are separate records"

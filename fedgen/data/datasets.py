@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.data.labels import check_range, has_names, validate_names
+from fedgen.data.record_streams import example_content, example_key, keyed_digest
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 from fedgen.storage.io import cache, digest
@@ -102,6 +103,7 @@ class Dataset:
     persons: person in each training image, (n,) int64, or None: equal numbers are one person.
     unread_columns: names of further columns, which are ignored.
     names: names of the labels in order, if public.
+    person_warnings: warnings of persons, for the holder of the images.
     likely_persons: value of ``data.person`` that probably gives the person in each image; empty:
         none, or persons are given.
     """
@@ -117,6 +119,7 @@ class Dataset:
     persons: Labels | None = None
     unread_columns: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
+    person_warnings: tuple[str, ...] = ()
     likely_persons: str = ""
 
     @property
@@ -178,9 +181,17 @@ class Dataset:
         """Return whether the person in each image is given."""
         return self.persons is not None and not self._by_writer
 
-    def hold_out(self, count: int, streams: RandomStreams) -> Dataset:
+    def hold_out(
+        self, count: int, streams: RandomStreams, public_rows: int | None = None
+    ) -> Dataset:
         """Return the data set with ``count`` training images, chosen by public streams, in place of
         its test split; they are excluded from training.
+
+        If persons are given, all images of a person are held out, or none, by a digest of these
+        images: about ``count`` of ``public_rows``. Removing a person then moves no other.
+
+        Args:
+            public_rows: public number near that of the training images; None: their number.
 
         Raises:
             FedgenError: if that leaves no records.
@@ -193,8 +204,12 @@ class Dataset:
                 f"{count} of {len(self.labels)} images leave none to train on",
                 "lower it",
             )
-        order = torch.randperm(len(self.labels), generator=streams.public("held out")).numpy()
-        out, rest = np.sort(order[:count]), np.sort(order[count:])
+        if self.has_persons:
+            is_out = self._held_out_persons(count / (public_rows or len(self.labels)), streams)
+            out, rest = np.flatnonzero(is_out), np.flatnonzero(~is_out)
+        else:
+            order = torch.randperm(len(self.labels), generator=streams.public("held out")).numpy()
+            out, rest = np.sort(order[:count]), np.sort(order[count:])
         writers = None if self.writers is None else self.writers[rest]
         persons = None if self.persons is None else self.persons[rest]
         return replace(
@@ -206,6 +221,19 @@ class Dataset:
             writers=writers,
             persons=writers if self._by_writer else persons,
         )
+
+    def _held_out_persons(self, share: float, streams: RandomStreams) -> NDArray[np.bool_]:
+        """Return whether images (n,) are of persons that are held out, each with this
+        probability."""
+        assert self.persons is not None
+        key = example_key(streams, "held out", "persons")
+        is_out = np.zeros(len(self.labels), bool)
+        for person in np.unique(self.persons):
+            rows = np.flatnonzero(self.persons == person)
+            contents = [example_content(self.images[row], int(self.labels[row])) for row in rows]
+            own = keyed_digest(key, b"".join(sorted(keyed_digest(key, c) for c in contents)))
+            is_out[rows] = int.from_bytes(own[:6], "little") / 2**48 < share
+        return is_out
 
     def shard(self, index: Labels) -> Shard:
         """Return the given training records."""
@@ -272,6 +300,7 @@ def build_dataset(
     persons: NDArray[np.generic] | None = None,
     unread: tuple[str, ...] = (),
     names: Sequence[str] | None = None,
+    person_warnings: tuple[str, ...] = (),
     likely_persons: str = "",
 ) -> Dataset:
     """Return a data set of these arrays.
@@ -305,6 +334,11 @@ def build_dataset(
             counted = ", ".join(f"{count:,} {what}" for what, count in split_sizes.items())
             problem = f"{name} has {counted} {split}"
             raise FedgenError("data", problem, "give one of each for every image")
+    if not len(labels):
+        problem = f"{name} has no images to train on, and {len(test_labels):,} to test on"
+        raise FedgenError(
+            "data", problem, "name both splits: folders train/ and test/, or a column"
+        )
     for split_labels in (labels, test_labels):
         check_range(name, split_labels, classes)
     if names is not None and not has_names(names):
@@ -325,5 +359,6 @@ def build_dataset(
         writer_numbers if persons is writers else person_numbers,
         unread,
         None if names is None else tuple(names),
+        person_warnings,
         likely_persons,
     )

@@ -5,7 +5,7 @@
 | ``PATH/LABEL/*.png`` | none: one set of images |
 | ``PATH/CLIENT/LABEL/*.png`` | the folders in it |
 | several paths, each ``LABEL/*.png`` | the paths, in this order |
-| the first or third with ``LABEL/PERSON/**/*.png`` and ``data.person=folder`` | none; the paths |
+| these with ``LABEL/PERSON/**/*.png``, ``data.person=folder`` and ``data.labels`` | the same |
 | ``PATH.csv``, ``PATH.parquet`` (``tables.py``) | its column ``client``, if it has one |
 | ``PATH.tar``, several, or a folder of them (``webdataset.py``) | field ``client``, if given |
 
@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -33,6 +35,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from annotated_types import Ge
+from numpy.typing import NDArray
 
 from fedgen.data.datasets import (
     Dataset,
@@ -40,10 +43,19 @@ from fedgen.data.datasets import (
     build_dataset,
     data_root,
 )
-from fedgen.data.images import MAX_SHOWN, Channels, Reading, Side, read_images, shorten
+from fedgen.data.images import (
+    MAX_SHOWN,
+    Channels,
+    FileImages,
+    Reading,
+    Side,
+    is_image_name,
+    read_images,
+    shorten,
+)
 from fedgen.data.labels import infer_names, sort_names, validate_names
 from fedgen.data.npz import from_npz
-from fedgen.data.scans import Axis, Window, validate_tag
+from fedgen.data.scans import PREAMBLE, Axis, Window, is_dicom, validate_tag
 from fedgen.data.tables import TABLES, Listing, Record, number_names, read_listing
 from fedgen.data.webdataset import read_archives
 from fedgen.errors import FedgenError
@@ -51,7 +63,6 @@ from fedgen.randomness import RandomStreams
 from fedgen.storage.io import digest
 
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini", "DICOMDIR"}
-_SCANS = (".dcm", ".dicom", ".nii", ".nii.gz")
 _FOLDER, _TAG = "folder", "tag:"  # values of data.person
 _PREFIX = r"^([^_.-]*[0-9])[_-]"  # of file names such as P12_3.png
 Column = Annotated[int, Ge(0)] | str
@@ -121,19 +132,28 @@ def folder(
         listed = _read_listings(places, labels, persons=person == _FOLDER)
     if person is not None and not tag and not any(record.person for record in listed.records):
         listed = replace(listed, records=_match_persons(listed.records, person))
-    return _dataset(
-        listed, Reading(size, channels, window, axis, tag, several=True), streams, names
-    )
+    reading = Reading(size, channels, window, axis, tag, several=True)
+    are_folders = labels is None and not archives and not is_file
+    return _dataset(listed, reading, streams, names, are_folders)
 
 
 def _dataset(
-    listed: Listing, reading: Reading, streams: RandomStreams, with_names: bool
+    listed: Listing, reading: Reading, streams: RandomStreams, with_names: bool, are_folders: bool
 ) -> Dataset:
-    """Read the files of a list and return the data set."""
+    """Read the files of a list and return the data set.
+
+    Args:
+        are_folders: whether labels are the names of folders, without ``data.labels``.
+    """
     files = listed.records
     read = read_images(_place(files), [(str(f.file), f.file) for f in files], reading)
+    if read.has_scans and are_folders:
+        problem = "is not set, and folders of scans may bear names of patients: "
+        remedy = "name the labels, e.g. data.labels=[ill,well]"
+        raise FedgenError("data.labels", problem + shorten(listed.labels), remedy)
     if reading.tag:
         files = [replace(f, person=tag) for f, tag in zip(files, read.tags, strict=True)]
+    files = [replace(f, person=unicodedata.normalize("NFC", f.person)) for f in files]
     parts = [
         (f, f"{f.name}#{number}" if count > 1 else f.name)
         for f, count in zip(files, read.counts.tolist(), strict=True)
@@ -164,8 +184,24 @@ def _dataset(
         persons[~test] if has_persons else None,
         listed.unread,
         listed.labels if with_names else None,
-        "" if has_persons else _likely_persons(files, len(parts)),
+        _person_warnings(records, test) if has_persons else _label_warnings(listed, are_folders),
+        "" if has_persons else _likely_persons(files, read),
     )
+
+
+def _person_warnings(records: Sequence[Record], test: NDArray[np.bool_]) -> tuple[str, ...]:
+    """Return warnings of persons that are probably not what they should be."""
+    training, tested = (
+        {r.person for r, is_test in zip(records, test, strict=True) if is_test == split}
+        for split in (False, True)
+    )
+    warnings = []
+    if len(training | tested) == 1:
+        warnings.append("all images are of one person: does data.person distinguish persons?")
+    if both := len(training & tested):
+        persons = "a person has" if both == 1 else f"{both} persons have"
+        warnings.append(f"{persons} images in both splits: test results will be too favourable")
+    return tuple(warnings)
 
 
 def _place(files: Sequence[Record]) -> Path:
@@ -182,6 +218,21 @@ def _archives(places: Sequence[Path]) -> list[Path]:
 
 def _columns(label: Column | Sequence[Column]) -> Sequence[Column]:
     return [label] if isinstance(label, int | str) else label
+
+
+def _label_warnings(listed: Listing, are_folders: bool) -> tuple[str, ...]:
+    """Return a warning if folders of persons were probably taken for those of labels."""
+    few = len(listed.records) < _FEW_IMAGES * len(listed.labels)
+    if not (are_folders and listed.clients > 1 and few and len(listed.labels) >= _MANY_LABELS):
+        return ()
+    names = shorten(listed.labels[:3])
+    return (
+        f"are {names} and so on labels, or persons? For LABEL/PERSON/ set data.person=folder and "
+        "data.labels=[...]",
+    )
+
+
+_FEW_IMAGES, _MANY_LABELS = 10, 10
 
 
 def _match_persons(records: Sequence[Record], expression: str) -> list[Record]:
@@ -210,16 +261,16 @@ def _match_persons(records: Sequence[Record], expression: str) -> list[Record]:
     return [replace(r, person=str(p)) for r, p in zip(records, persons, strict=True)]
 
 
-def _likely_persons(files: Sequence[Record], images: int) -> str:
-    """Return a value of ``data.person`` if several images probably show one person, by the names
-    of their files or because a file contains several; else an empty text."""
-    names = [PurePosixPath(record.name).name for record in files]
-    if all(name.lower().endswith((".dcm", ".dicom")) for name in names):
+def _likely_persons(files: Sequence[Record], read: FileImages) -> str:
+    """Return a value of ``data.person`` if several images may show one person, by the names of
+    their files or because a file contains several; else an empty text."""
+    if read.is_dicom:
         return f"{_TAG}PatientID"
+    names = [PurePosixPath(record.name).name for record in files]
     found = [match[1] for name in names if (match := re.search(_PREFIX, name))]
     if len(found) == len(names) and 1 < len(set(found)) < 0.9 * len(found):
         return _PREFIX
-    return "(.+)" if images > len(files) else ""
+    return "(.+)" if len(read.images) > len(files) else ""
 
 
 def _npz(
@@ -283,11 +334,21 @@ def _is_split(place: Path) -> bool:
     return (place / "train").is_dir() and (place / "test").is_dir()
 
 
-def _clients(place: Path) -> list[Path]:
-    """Return the folders of clients in a folder; the folder itself if it contains labels."""
+def _clients(place: Path, labels: Sequence[str] | None) -> list[Path]:
+    """Return the folders of clients in a folder; the folder itself if it contains labels.
+
+    Args:
+        labels: names of the labels, which contain folders of persons; None: they contain images.
+    """
     inside = _folders(place)
     if _is_split(place) or not inside:
         return [place]
+    if labels is not None:
+        known = set(map(str, labels))
+        homes = [home / "train" if _is_split(home) else home for home in inside]
+        below = {folder.name for home in homes for folder in _folders(home)}
+        is_label = any(folder.name in known for folder in inside)
+        return inside if below & known and not is_label else [place]
     return (
         inside
         if all(_folders(subfolder) and not _files(subfolder) for subfolder in inside)
@@ -320,8 +381,10 @@ def _read_listings(
     for place in places:
         if place.is_file():
             raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
-    # with folders of persons, which have any depth, clients could be taken for labels
-    homes = places if len(places) > 1 or persons else _clients(places[0])
+    if persons and label_names is None:
+        problem = "is not set: with folders of persons, these could be taken for labels"
+        raise FedgenError("data.labels", problem, "name the labels, e.g. data.labels=[ill,well]")
+    homes = places if len(places) > 1 else _clients(places[0], label_names if persons else None)
     if len({home.resolve() for home in homes}) < len(homes):
         problem = "has one folder as two clients, and an image would be two records"
         raise FedgenError("data.path", problem, "have each once")
@@ -364,8 +427,8 @@ def _read_listings(
         ]
         if within:
             problem = f"folders within a label's folder are not looked into: {shorten(within)}"
-            remedy = "move their images up, or remove them; with a folder per person: "
-            raise FedgenError("data.path", problem, f"{remedy}data.person=folder")
+            remedy = "move their images up, or remove them; with a folder per person below each "
+            raise FedgenError("data.path", problem, f"{remedy}label: data.person=folder")
     unlabelled = [
         str(file)
         for home in homes
@@ -385,17 +448,21 @@ def _read_listings(
         remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
         remedy += f" sub-folder, e.g. {homes[0] / 'all'}"
         raise FedgenError("data.path", problem, remedy)
+    files = Counter(os.path.realpath(str(record.file)) for record in records)
+    if len(files) < len(records):
+        twice = shorten([name for name, count in files.items() if count > 1])
+        problem = f"links lead to files twice, and an image would be two records: {twice}"
+        raise FedgenError("data.path", problem, "remove these links")
     named_records, in_names = _disambiguate(records, homes)
     return Listing(named_records, labels, len(homes), in_names)
 
 
 def _is_image(file: Path) -> bool:
-    """Return whether a file is an image, by its name."""
-    from PIL import Image
-
-    Image.init()
-    is_scan = file.name.lower().endswith(_SCANS)
-    return is_scan or Image.EXTENSION.get(file.suffix.lower()) in Image.OPEN
+    """Return whether a file is an image, by its name, or because it is DICOM."""
+    with suppress(OSError), file.open("rb") as opened:
+        if is_dicom(opened.read(PREAMBLE)):
+            return True
+    return is_image_name(file.name)
 
 
 def _disambiguate(records: Sequence[Record], homes: Sequence[Path]) -> tuple[list[Record], bool]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,13 +15,14 @@ from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Images, as_images
-from fedgen.data.scans import Axis, RejectedError, Window, apply_window, reader_of
+from fedgen.data.scans import SCANS, Axis, RejectedError, Window, apply_window, reader_of
 from fedgen.errors import FedgenError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 _MOST_PIXELS = 2**26  # limit on the pixels of an image
+_PHOTOMETRIC, _SAMPLE_FORMAT = 262, 339  # tags of TIFF; 0: white is zero, 1: unsigned
 _LARGEST = 1024  # limit on the resized side
 _GREY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # 16 or 32 bits, by prefix of Pillow's mode
@@ -30,6 +31,7 @@ Side = Annotated[int, Ge(8), Le(_LARGEST)]
 """Pixels of a side of a square image."""
 Channels = Literal[1, 3]
 """Grey, or RGB."""
+_LONG = 300  # characters of a name
 MAX_SHOWN = 20
 """Names in a line."""
 
@@ -57,11 +59,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class FileImages:
-    """Images (n, channels, h, w) of files, their number per file (m,), and m values of a tag."""
+    """Images (n, channels, h, w) of files, their number per file (m,), m values of a tag, and
+    whether some files are scans (DICOM, NIfTI), and all are DICOM."""
 
     images: Images
     counts: NDArray[np.int64]
     tags: list[str]
+    has_scans: bool
+    is_dicom: bool
 
 
 @runtime_checkable
@@ -94,10 +99,10 @@ def read_images(
             not square, or differ in size or in colour.
     """
     rejected: dict[str, list[str]] = {problem: [] for problem in _PROBLEMS}
-    names, images, tags, counts = [], [], [], []
+    names, images, tags, counts, kinds = [], [], [], [], []
     for name, file in sources:
         try:
-            file_images, tag = _read_file(file, reading)
+            file_images, tag, kind = _read_file(file, reading)
         except RejectedError as error:
             rejected[str(error)].append(name)
             continue
@@ -107,6 +112,7 @@ def read_images(
                 _centre_square(image, reading.size) if reading.size else np.asarray(image, np.uint8)
             )
         tags.append(tag)
+        kinds.append(kind)
         counts.append(len(file_images))
     total = len(sources)
     problems = [
@@ -123,11 +129,20 @@ def read_images(
     if problems:
         text = " | ".join(f"{problem} ({remedy})" for problem, remedy in problems)
         raise FedgenError(key, text, "correct these")
-    return FileImages(as_images(place, np.stack(images)), np.array(counts, np.int64), tags)
+    return FileImages(
+        as_images(place, np.stack(images)),
+        np.array(counts, np.int64),
+        tags,
+        has_scans=any(kinds),
+        is_dicom=set(kinds) == {"DICOM"},
+    )
 
 
 _PROBLEMS = {
-    "large": (f"more than {_MOST_PIXELS:,} pixels: {{names}}", "make them smaller"),
+    "large": (
+        f"more than {_MOST_PIXELS:,} pixels, or too many images in a file: {{names}}",
+        "make them smaller, or split them",
+    ),
     "deep": (
         "more than 8 bits a pixel: {names}",
         "set data.window=[center,width], a range of intensities that is public",
@@ -137,7 +152,11 @@ _PROBLEMS = {
         "scale them to 0..255 first, all by the same range",
     ),
     "several": ("several images in a file: {names}", "save each page as a separate file"),
-    "volume": ("not a single volume: {names}", "save each volume as a separate file"),
+    "volume": (
+        "not one volume of grey values: {names}",
+        "save each volume, with one value per voxel, as a separate file",
+    ),
+    "rescaled": ("PGM of more than 8 bits: {names}", "save them as PNG or TIFF of 16 bits"),
     "compressed": (
         "compressed in a way that cannot be read here: {names}",
         "pip install pylibjpeg pylibjpeg-openjpeg pylibjpeg-libjpeg, or decompress them",
@@ -154,8 +173,9 @@ _PROBLEMS = {
 """Problem of a file -> message and remedy."""
 
 
-def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], str]:
-    """Return the images of a file, as viewers display them, and the value of the tag.
+def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], str, str]:
+    """Return the images of a file, as viewers display them, the value of the tag, and the kind of
+    scan; empty: none.
 
     Raises:
         RejectedError: for an invalid file.
@@ -168,7 +188,7 @@ def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], st
             if (reader := reader_of(stream)) is None:
                 if reading.tag:
                     raise RejectedError("tagless")
-                return [_read_picture(stream, reading)], ""
+                return [_read_picture(stream, reading)], "", ""
             scan = reader(stream, reading.window, reading.axis, reading.tag)
     except (RejectedError, FedgenError):
         raise
@@ -183,7 +203,7 @@ def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], st
         pictures = [
             picture.convert("L" if reading.channels == 1 else "RGB") for picture in pictures
         ]
-    return pictures, scan.tag
+    return pictures, scan.tag, scan.kind
 
 
 def _read_picture(stream: IO[bytes], reading: Reading) -> PillowImage:
@@ -197,13 +217,19 @@ def _read_picture(stream: IO[bytes], reading: Reading) -> PillowImage:
     if raw.format != "MPO" and getattr(raw, "n_frames", 1) > 1:
         raise RejectedError("several")
     is_deep = raw.mode.startswith(_DEEP)
+    if is_deep and raw.format == "PPM":
+        raise RejectedError("rescaled")  # Pillow does not return the values in the file
     if is_deep and reading.window is None:
         raise RejectedError("deep")  # its range is unknown; clipping would lose it
     if not is_deep and _DEEPER.search(str(raw.tile)):
         raise RejectedError("deep_colour")  # Pillow reads the upper bytes
     image = _apply_orientation(raw)
     if is_deep and reading.window is not None:
-        image = Image.fromarray(apply_window(np.asarray(image), reading.window))
+        values, tags = np.asarray(image), getattr(raw, "tag_v2", {})
+        if values.dtype == np.int32 and tags.get(_SAMPLE_FORMAT, (1,)) == (1,):
+            values = values.view(np.uint32)  # Pillow has no mode for these
+        pixels = apply_window(values, reading.window)
+        image = Image.fromarray(255 - pixels if tags.get(_PHOTOMETRIC) == 0 else pixels)
     grey = reading.channels == 1 or (reading.channels is None and image.mode in _GREY)
     return _composite_on_white(image).convert("L" if grey else "RGB")
 
@@ -260,9 +286,18 @@ def _stream(file: ImageFile) -> AbstractContextManager[IO[bytes]]:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return names for one line: the first ones, and the number of others."""
+    """Return names for one line: the first ones, each cut, and the number of others."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(sorted(names)[:MAX_SHOWN]) + more
+    return ", ".join(name[:_LONG] for name in sorted(names)[:MAX_SHOWN]) + more
+
+
+def is_image_name(name: str) -> bool:
+    """Return whether a file is an image, by its name."""
+    from PIL import Image
+
+    Image.init()
+    suffix = PurePosixPath(name).suffix.lower()
+    return name.lower().endswith(SCANS) or Image.EXTENSION.get(suffix) in Image.OPEN
 
 
 def _centre_square(image: object, size: int) -> Images:

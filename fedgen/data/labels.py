@@ -157,7 +157,10 @@ def combine(
         raise FedgenError("data.label", problem, f"at most {_MOST_COMBINED}, each once")
     if columns.dtype.kind not in "biuf" or not np.isin(columns, (0, 1)).all():
         problem = f"{where}: {', '.join(names)} have values other than 0 and 1"
-        raise FedgenError("data.label", problem, "combine attributes that an image has, or has not")
+        remedy = "combine attributes of 0 and 1"
+        if len(names) == 1:
+            remedy = "name the labels in it: data.labels=[...]"
+        raise FedgenError("data.label", problem, remedy)
     count = 2 ** len(names)
     if setting is None:
         labels = [

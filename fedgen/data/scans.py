@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
+from PIL import Image
 
 from fedgen.errors import FedgenError
 
@@ -32,10 +33,16 @@ Window = tuple[Annotated[float, Ge(-1e9), Le(1e9)], Annotated[float, Gt(0), Le(1
 Pixels = NDArray[np.uint8]
 """(height, width), or (height, width, 3)."""
 
-_MAX_VALUES = 2**27  # of a file
+SCANS = (".dcm", ".dicom", ".nii", ".nii.gz")
+"""How names of scans usually end."""
+PREAMBLE = 132
+"""Bytes before the first element of a DICOM file."""
+
+_MAX_VALUES, _MAX_IMAGES = 2**27, 2**13  # of a file
+_MAX_FRAME = 2**26  # values
+_MAX_OFFSET = 2**20  # bytes before the voxels
 _MAX_BYTES = 2**31  # of a file
 _NIFTI_1, _NIFTI_2 = 348, 540  # bytes of a header; its first number
-_PREAMBLE = 132  # bytes before the first element of a DICOM file
 _DEFLATED = "1.2.840.10008.1.2.1.99"  # bytes after decompression are unbounded
 _EXTRA = 'pip install "fedgen[clinical]"'
 
@@ -46,9 +53,10 @@ class RejectedError(Exception):
 
 @dataclass(frozen=True)
 class Scan:
-    """Images of a file, and its value of a tag as text; empty: none."""
+    """Images of a file, its format, and its value of a tag as text; empty: none."""
 
     images: list[Pixels]
+    kind: Literal["DICOM", "NIfTI"]
     tag: str = ""
 
 
@@ -79,7 +87,7 @@ def reader_of(stream: IO[bytes]) -> Callable[[IO[bytes], Window | None, Axis, st
     """Return the reader for a file, by its content; None: it is neither DICOM nor NIfTI."""
     head = stream.read(_NIFTI_2)
     stream.seek(0)
-    if head[_PREAMBLE - 4 : _PREAMBLE] == b"DICM":
+    if is_dicom(head):
         return read_dicom
     if head[:2] == b"\x1f\x8b":
         try:
@@ -88,6 +96,11 @@ def reader_of(stream: IO[bytes]) -> Callable[[IO[bytes], Window | None, Axis, st
             head = b""
         stream.seek(0)
     return read_nifti if _nifti_header_bytes(head) else None
+
+
+def is_dicom(head: bytes) -> bool:
+    """Return whether a file is DICOM, by its first ``PREAMBLE`` bytes."""
+    return head[PREAMBLE - 4 : PREAMBLE] == b"DICM"
 
 
 def _nifti_header_bytes(head: bytes) -> int:
@@ -125,25 +138,45 @@ def read_nifti(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
     shape = [int(side) for side in header.get_data_shape()]
     while len(shape) > 3 and shape[-1] == 1:
         del shape[-1]
-    if len(shape) != 3 or min(shape) < 1:
+    numbers = header.get_data_dtype()
+    if len(shape) != 3 or min(shape) < 1 or numbers.kind not in "iuf":
         raise RejectedError("volume")
+    plane = ("sagittal", "coronal", "axial").index(axis)
     offset, values = int(header["vox_offset"]), math.prod(shape)
-    if values > _MAX_VALUES or not 0 <= offset <= _MAX_BYTES:
+    if not 0 <= offset <= _MAX_OFFSET:
+        raise RejectedError("unreadable")
+    # before the axes are in order, each may be that of the slices
+    if values > _MAX_VALUES or max(shape) > _MAX_IMAGES:
         raise RejectedError("large")
     # not more than the header states: gzip files may expand to any size
-    content = head + plain.read(offset + values * header.get_data_dtype().itemsize - len(head))
+    content = head + plain.read(offset + values * numbers.itemsize - len(head))
     volume = nibabel.as_closest_canonical(kind.from_bytes(content))
     intensities = np.asanyarray(volume.dataobj).reshape(volume.shape[:3])
     if window is None and intensities.dtype != np.uint8:
         raise RejectedError("deep")
-    if intensities.dtype.kind not in "iuf":
-        raise RejectedError("unreadable")
-    plane = ("sagittal", "coronal", "axial").index(axis)
     # nibabel: to the patient's right, front and head; DICOM: to the left, back and feet
     slices = np.moveaxis(np.flip(intensities), plane, 0).transpose(0, 2, 1)
-    if window is None:
-        return Scan([np.ascontiguousarray(image) for image in slices])
-    return Scan([apply_window(image, window) for image in slices])
+    images = [
+        np.ascontiguousarray(s) if window is None else apply_window(s, window) for s in slices
+    ]
+    width, height = np.delete(np.array(volume.header.get_zooms()[:3], float), plane)
+    return Scan([_isotropic(image, height / width) for image in images], "NIfTI")
+
+
+def _isotropic(image: Pixels, ratio: float) -> Pixels:
+    """Return an image with square pixels.
+
+    Args:
+        ratio: height of a pixel over its width; implausible values are ignored.
+    """
+    if not 1 / _MAX_RATIO <= ratio <= _MAX_RATIO or abs(ratio - 1) < 0.01:
+        return image
+    height, width = image.shape
+    size = (width, round(height * ratio)) if ratio > 1 else (round(width / ratio), height)
+    return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
+
+
+_MAX_RATIO = 16
 
 
 # --- DICOM ------------------------------------------------------------------------------------
@@ -165,7 +198,7 @@ def read_dicom(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
         raise FedgenError("data.path", "DICOM files need pydicom", _EXTRA) from error
     if stream.seek(0, io.SEEK_END) > _MAX_BYTES:
         raise RejectedError("large")
-    stream.seek(_PREAMBLE)
+    stream.seek(PREAMBLE)
     reader = pydicom.filereader
     meta = reader.read_dataset(stream, False, True, stop_when=lambda tag, vr, size: tag >> 16 != 2)
     if meta.get("TransferSyntaxUID") == _DEFLATED:
@@ -173,7 +206,8 @@ def read_dicom(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
     stream.seek(0)
     file = pydicom.dcmread(stream)
     frames, samples = int(file.get("NumberOfFrames") or 1), int(file.SamplesPerPixel)
-    if frames * samples * int(file.Rows) * int(file.Columns) > _MAX_VALUES or frames < 1:
+    values = samples * int(file.Rows) * int(file.Columns)
+    if values > _MAX_FRAME or frames * values > _MAX_VALUES or not 1 <= frames <= _MAX_IMAGES:
         raise RejectedError("large")
     try:
         stored = pydicom.pixels.pixel_array(file)  # colours as RGB
@@ -186,15 +220,17 @@ def read_dicom(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
     if file.PhotometricInterpretation == "PALETTE COLOR":
         bits = int(file.RedPaletteColorLookupTableDescriptor[2])
         coloured = [pydicom.pixels.apply_color_lut(frame, file) for frame in stored]
-        return Scan([(frame >> max(bits - 8, 0)).astype(np.uint8) for frame in coloured], value)
+        return Scan(
+            [(frame >> max(bits - 8, 0)).astype(np.uint8) for frame in coloured], "DICOM", value
+        )
     if samples == 3:
         if int(file.BitsStored) > 8:
             raise RejectedError("deep_colour")
-        return Scan([frame.astype(np.uint8) for frame in stored], value)
+        return Scan([_to_8_bits(frame, int(file.BitsStored)) for frame in stored], "DICOM", value)
     images = [_grey(pydicom, file, frame, number, window) for number, frame in enumerate(stored)]
     if file.PhotometricInterpretation == "MONOCHROME1":
         images = [255 - image for image in images]
-    return Scan(images, value)
+    return Scan(images, "DICOM", value)
 
 
 def _grey(

@@ -141,16 +141,19 @@ def number_labels(
     """Return the label of each row, and the public names of all labels.
 
     Args:
-        columns: a column of names, or columns of 0 and 1 that are combined (``labels.combine``);
-            None: the column ``label``.
-        named: names of the labels; None: of combined columns only.
+        columns: a column of names; or columns of 0 and 1, which are combined
+            (``labels.combine``): several, or one without ``named``. None: the column ``label``.
+        named: names of the labels.
+
+    Settings alone decide how columns are read: if values did, one record could change the labels
+    of others.
 
     Raises:
         FedgenError: for invalid labels.
     """
     column = columns[0] if columns else "label"
-    bits = [[_BITS.get(row[name].casefold(), -1) for name in columns or ()] for row in rows]
-    if columns and (len(columns) > 1 or all(bit != [-1] for bit in bits)):
+    if columns and (len(columns) > 1 or named is None):
+        bits = [[_BITS.get(row[name].casefold(), -1) for name in columns] for row in rows]
         combined, names = combine(where, columns, np.array(bits), named)
         return combined.tolist(), names
     if named is None:

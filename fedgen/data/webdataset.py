@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal
 
-from fedgen.data.images import shorten
+from fedgen.data.images import is_image_name, shorten
 from fedgen.data.tables import Listing, Record, number_labels, number_names
 from fedgen.errors import FedgenError
 from fedgen.storage.io import parse_json
@@ -96,7 +96,8 @@ def read_archives(
         for (key, row), number in zip(rows.items(), numbers, strict=True)
     ]
     used = {*columns, "label", "client", person_field}
-    unread = tuple(sorted({name for row in all_rows for name in row} - used))[:_MAX_UNREAD]
+    names = sorted({name[:_LONG] for row in all_rows for name in row} - used)
+    unread = tuple(names[:_MAX_UNREAD])
     return Listing(records, labels, max(len(clients), 1), unread=unread)
 
 
@@ -120,9 +121,12 @@ def _samples(
                 raise FedgenError("data.path", problem, "give each sample its own key")
             row = rows.setdefault(key, {})
             if kind.lower() not in _TEXTS:
+                if not is_image_name(name):
+                    continue  # e.g. a caption
                 if key in images:
                     problem = f"{archive}: {key[:_LONG]} has several images"
-                    raise FedgenError("data.path", problem, "keep one image per sample")
+                    remedy = "keep one image per sample; keys end at the first dot of a name"
+                    raise FedgenError("data.path", problem, remedy)
                 images[key] = member
                 continue
             text = _text(archive, name, member)

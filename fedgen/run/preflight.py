@@ -48,10 +48,11 @@ def unread_columns(dataset: Dataset) -> list[str]:
     return [f"columns that are not read: {names} (see client, person, split)"] if names else []
 
 
-def likely_persons(dataset: Dataset) -> list[str]:
-    """Warn of images that probably show one person together, of whom nothing is known."""
+def person_warnings(dataset: Dataset) -> list[str]:
+    """Warn of images that may show one person together, of whom nothing is known, and of persons
+    that are probably wrong."""
     if not dataset.likely_persons:
-        return []
+        return list(dataset.person_warnings)
     setting = f"data.person={to_override_value(dataset.likely_persons)}"
     return [
         "several images may show one person, who is protected less than single images: name "
@@ -84,8 +85,7 @@ def data_warnings(ready: Setup) -> list[str]:
         return []
     rows, dataset = np.concatenate(ready.shards), ready.dataset
     columns, is_record = unread_columns(dataset), plan.unit is Unit.RECORD
-    persons = likely_persons(dataset) if is_record else []
-    warnings = [f"warning: {text}" for text in (*columns, *persons)]
+    warnings = [f"warning: {text}" for text in (*columns, *person_warnings(dataset))]
     assumed = OmegaConf.select(config, "method.rows")
     by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
     if assumed and is_record and not 0.5 <= assumed / len(rows) <= 2:

@@ -116,7 +116,11 @@ def test_celeba_in_its_layout(tmp_path: Path) -> None:
     assert data.images.shape == (3, 3, 32, 32)
     assert list(data.labels) == [0, 1, 0]
     assert list(data.test_labels) == [0, 1]
-    assert data.classes == 2
+    assert data.classes == 2 and data.names == ("no Male", "Male")
+    both = celeba(str(tmp_path), ["Young", "Male"])
+    assert list(both.labels) == [1, 3, 1] and both.names == ("none", "Young", "Male", "Young+Male")
+    with pytest.raises(FedgenError, match=r"data\.label: CelebA has no attribute Old"):
+        celeba(str(tmp_path), "Old")
 
 
 @pytest.mark.parametrize(

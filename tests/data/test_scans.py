@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import struct
+import unicodedata
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from fedgen.data.datasets import Dataset
 from fedgen.data.folders import folder
 from fedgen.data.images import Reading, read_images
 from fedgen.data.scans import apply_window
+from fedgen.data.tables import number_labels
 from fedgen.errors import FedgenError
 
 RNG = np.random.default_rng(0)
@@ -153,6 +157,29 @@ def test_compressed_files_are_read() -> None:
     assert (pixels(file) == before).all()
 
 
+def test_tiff_of_32_bits_and_of_inverted_grey_values(tmp_path: Path) -> None:
+    """Pillow's mode has signed values, and does not invert those of 16 bits."""
+    for tags, window in (({339: 1}, (2.0**31, 2.0**32)), ({262: 0}, (2048.0, 4096.0))):
+        values = STORED.astype(np.int32) * (2**20 if 339 in tags else 1)
+        path = tmp_path / "x.tif"
+        Image.fromarray(values if 339 in tags else STORED).save(path)
+        content = bytearray(path.read_bytes())
+        set_tags(content, tags)
+        result = pixels(bytes(content), window=window)[0, 0]
+        expected = apply_window(values.view(np.uint32), window)
+        assert (result == (255 - expected if 262 in tags else expected)).all()
+
+
+def set_tags(file: bytearray, tags: dict[int, int]) -> None:
+    """Change values of a little-endian TIFF file, which has each of these tags."""
+    [start] = struct.unpack_from("<I", file, 4)
+    [count] = struct.unpack_from("<H", file, start)
+    entries = range(start + 2, start + 2 + 12 * count, 12)
+    places = {struct.unpack_from("<H", file, at)[0]: at + 8 for at in entries}
+    for tag, value in tags.items():
+        struct.pack_into("<H", file, places[tag], value)
+
+
 @pytest.mark.parametrize(
     ("mode", "kind"), [("I;16", "png"), ("I;16", "tif"), ("I", "tif"), ("F", "tif")]
 )
@@ -190,6 +217,15 @@ def test_slices_are_oriented_as_in_dicom(
         assert len(sliced) == shape[0] and sliced.shape[1:] == (1, 16, 16)
         raw = raw_slices(file, axis)
         assert raw.shape == (shape[0], *shape[2:]) and raw[0, 0, 0] == 255 and raw.sum() == 255
+
+
+def test_slices_have_square_pixels(tmp_path: Path) -> None:
+    """Six voxels from head to feet, each as high as four are wide."""
+    save_nifti(tmp_path / "a.nii", RNG.integers(0, 256, (24, 24, 6)).astype(np.uint8), scale=4.0)
+    file = (tmp_path / "a.nii").read_bytes()
+    assert pixels(file, axis="axial").shape == (6, 1, 24, 24)
+    assert pixels(file, axis="coronal").shape == pixels(file, axis="sagittal").shape
+    assert pixels(file, axis="coronal").shape == (24, 1, 24, 24)
 
 
 def raw_slices(file: bytes, axis: Any) -> NDArray[np.uint8]:
@@ -240,7 +276,14 @@ BAD = {
         dicom(np.zeros((8, 8, 3), np.uint16), BitsStored=16, HighBit=15),
         "colours of more than 8 bits",
     ),
-    "four dimensions": (nifti((8, 8, 8, 3), bytes(1536)), "not a single volume"),
+    "four dimensions": (nifti((8, 8, 8, 3), bytes(1536)), "not one volume of grey values"),
+    "two dimensions": (nifti((8, 8), bytes(64)), "not one volume of grey values"),
+    "voxels in colour": (nifti((8, 8, 8), bytes(1536), 128), "not one volume of grey values"),
+    "complex voxels": (nifti((8, 8, 8), bytes(4096), 32), "not one volume of grey values"),
+    "too many slices": (nifti((1, 1, 30000), bytes(30000)), "too many images in a file"),
+    "too many small frames": (stated(1, 10000), "too many images in a file"),
+    "too large a frame": (stated(11584, 1), "more than"),
+    "PGM of 12 bits": (b"P5 8 8 4095\n" + bytes(128), "save them as PNG or TIFF"),
     "too few bytes": (nifti((8, 8, 8), bytes(100)), "cannot be read"),
     "too many voxels": (nifti((30000, 30000, 8)), "more than"),
     "more than a gzip file may hold": (gzip.compress(nifti((30000, 30000, 8))), "more than"),
@@ -331,7 +374,7 @@ def test_persons_by_the_names_of_files_and_of_folders(tmp_path: Path) -> None:
     images_of_persons(tmp_path / "folders", "{label}/{person}/study/series {n}/{n}.png")
     for data in (
         read(tmp_path / "files", person=r"^(P\d+)_"),
-        read(tmp_path / "folders", person="folder"),
+        read(tmp_path / "folders", person="folder", labels=["ill", "well"]),
     ):
         assert groups(data) < expected and len(groups(data)) > 12
         assert len(data.labels) == 3 * len(groups(data)) == 60 - len(data.test_labels)
@@ -343,15 +386,112 @@ def test_persons_by_a_tag(tmp_path: Path) -> None:
         frames = np.full((2, 8, 8), n * 100, np.uint16) + np.array([[[0]], [[50]]], np.uint16)
         path = tmp_path / ("ill", "well")[n % 2] / f"IM{n}"
         save_dicom(path, frames, f"P{n % 10}", WindowCenter=2048, WindowWidth=4096)
-    data = read(tmp_path, person="tag:PatientID")
+    data = read(tmp_path, person="tag:PatientID", labels=["ill", "well"])
     assert len(data.labels) + len(data.test_labels) == 80 and len(data.labels) % 8 == 0
     assert all(len(group) == 8 for group in groups(data))
+    assert read(tmp_path, labels=["ill", "well"]).likely_persons == "tag:PatientID"
+    with pytest.raises(FedgenError, match="folders of scans may bear names of patients: ill, well"):
+        read(tmp_path, person="tag:PatientID")
     with pytest.raises(FedgenError, match="there is no DICOM tag 'Patient'"):
         read(tmp_path, person="tag:Patient")
     save_dicom(tmp_path / "ill" / "nobody", STORED[:8, :8], WindowCenter=1, WindowWidth=9)
     images_of_persons(tmp_path, count=1)
     with pytest.raises(FedgenError, match=r"2 of 42 files have no DICOM tag PatientID: .*nobody"):
-        read(tmp_path, person="tag:PatientID")
+        read(tmp_path, person="tag:PatientID", labels=["ill", "well"])
+
+
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_folders_of_clients_labels_and_persons(split: str, tmp_path: Path) -> None:
+    """The names of the labels tell clients from labels."""
+    for n in range(120):
+        client, label = ("north", "south")[n % 2], ("ill", "well")[n // 2 % 2]
+        path = tmp_path / client / f"{split}{label}" / f"{client} {n % 20}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / client / "test" / label).mkdir(parents=True, exist_ok=True) if split else None
+        Image.new("L", (8, 8), n + 1).save(path)
+    for client in ("north", "south") if split else ():
+        path = tmp_path / client / "test" / "ill" / "x" / f"{client}.png"
+        path.parent.mkdir()
+        Image.new("L", (8, 8), 200).save(path)
+    data = read(tmp_path, person="folder", labels=["ill", "well"])
+    assert data.writers is not None and len(set(data.writers.tolist())) == 2
+    assert all(len(group) == 6 for group in groups(data))
+    with pytest.raises(FedgenError, match="is not set: with folders of persons"):
+        read(tmp_path, person="folder")
+
+
+def test_folders_that_are_probably_persons_are_reported(tmp_path: Path) -> None:
+    for n in range(60):
+        path = tmp_path / ("ill", "well")[n % 2] / f"Erika {n % 20}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), n + 1).save(path)
+    [warning] = read(tmp_path).person_warnings
+    assert "labels, or persons? For LABEL/PERSON/ set data.person=folder" in warning
+
+
+def test_persons_that_are_probably_wrong_are_reported(tmp_path: Path) -> None:
+    """One for all, and some in both splits."""
+    for n in range(60):
+        path = tmp_path / ("train", "test")[n % 3 == 2] / "a" / f"P{n % 10}_{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), n + 1).save(path)
+    [warning] = read(tmp_path, person="^(P[0-9])").person_warnings
+    assert warning.startswith("10 persons have images in both splits")
+    first, _ = read(tmp_path, person="^(P)").person_warnings
+    assert first.startswith("all images are of one person")
+
+
+def test_two_forms_of_a_name_are_one_person(tmp_path: Path) -> None:
+    for n, form in enumerate(("NFC", "NFD") * 20):
+        path = tmp_path / "a" / unicodedata.normalize(form, "José") / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), n + 1).save(path)
+    (tmp_path / "a" / "Erika").mkdir()
+    Image.new("L", (8, 8), 99).save(tmp_path / "a" / "Erika" / "x.png")
+    data = read(tmp_path, person="folder", labels=["a"])
+    assert max(map(len, groups(data))) == 40
+
+
+@kills("fedgen/data/folders.py", "if len(files) < len(records):", "if False:")
+def test_links_to_a_file_that_is_listed_are_refused(tmp_path: Path) -> None:
+    images_of_persons(tmp_path, "{label}/{person}/{n}.png")
+    (tmp_path / "ill" / "Q").symlink_to(tmp_path / "ill" / "P00")
+    with pytest.raises(FedgenError, match=r"an image would be two records: .*/P00/0\.png"):
+        read(tmp_path, person="folder", labels=["ill", "well"])
+
+
+def test_a_training_split_without_images_is_one_line(tmp_path: Path) -> None:
+    """The only person is in the test split."""
+    for name in ("train", "test"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    Image.new("L", (8, 8), 9).save(tmp_path / "test" / "a" / "x.png")
+    with pytest.raises(FedgenError, match="has no images to train on, and 1 to test on"):
+        read(tmp_path)
+
+
+@kills("fedgen/data/datasets.py", 'b"".join(sorted(', 'str(person).encode() + b"".join(sorted(')
+def test_persons_are_held_out_as_a_whole_by_their_own_images(tmp_path: Path) -> None:
+    """Removing a person moves no other, in data of a stated size."""
+    images_of_persons(tmp_path, "{label}/{person}_{n}.png", 200)
+    whole = read(tmp_path, person="^(P[0-9]+)_")
+    assert whole.persons is not None
+
+    def held_out(data: Dataset) -> tuple[set[int], set[int]]:
+        held = data.hold_out(60, STREAMS, 180)
+        out = set(held.test_images[:, 0, 0, 0].tolist())
+        assert all(set(group) & out in (set(), set(group)) for group in groups(data))
+        return set(held.images[:, 0, 0, 0].tolist()), out
+
+    kept, out = held_out(whole)
+    assert 10 < len(out) < 150
+    for person in np.unique(whole.persons):
+        rest = whole.persons != person
+        own = set(whole.images[~rest][:, 0, 0, 0].tolist())
+        fewer = replace(
+            whole, images=whole.images[rest], labels=whole.labels[rest], persons=whole.persons[rest]
+        )
+        fewer = replace(fewer, persons=np.unique(whole.persons[rest], return_inverse=True)[1])
+        assert held_out(fewer) == (kept - own, out - own)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +513,7 @@ def test_images_beside_the_folders_of_persons_are_refused(tmp_path: Path) -> Non
     images_of_persons(tmp_path, "{label}/{person}/{n}.png")
     images_of_persons(tmp_path, "{label}/{n}.png", 2)
     with pytest.raises(FedgenError, match=r"outside the folders of persons: .*0\.png"):
-        read(tmp_path, person="folder")
+        read(tmp_path, person="folder", labels=["ill", "well"])
     images_of_persons(tmp_path / "other", "{label}/{person}/{n}.png")
     with pytest.raises(FedgenError, match="applies to tables"):
         read(tmp_path, label="sex")
@@ -501,10 +641,27 @@ def test_columns_of_a_table_are_chosen(tmp_path: Path) -> None:
     assert data.unread_columns == ("site",)
     assert read(path, label="nodule").names == ("no nodule", "nodule")
     assert read(path, label="site", labels=["a", "b"]).names == ("a", "b")
+    with pytest.raises(FedgenError, match="site have values other than 0 and 1; name the labels"):
+        read(path, label="site")
     with pytest.raises(FedgenError, match=r"data\.label: .* has no column age"):
         read(path, label="age")
     with pytest.raises(FedgenError, match="effusion, site have values other than 0 and 1"):
         read(path, label=["effusion", "site"])
+
+
+@kills(
+    "fedgen/data/tables.py",
+    "len(columns) > 1 or named is None):",
+    "all(row[columns[0]] in _BITS for row in rows)):",
+)
+@given(st.lists(st.sampled_from("012"), min_size=1, max_size=6), st.sampled_from("012"))
+def test_a_record_does_not_change_the_labels_of_others(values: list[str], added: str) -> None:
+    """Settings decide whether a column has names or bits, not values."""
+    rows = [{"grade": value} for value in values]
+    for named in (["0", "1", "2"], ["1", "2", "0"]):
+        numbers, names = number_labels("x", rows, ["grade"], named)
+        assert [names[number] for number in numbers] == values
+        assert number_labels("x", [*rows, {"grade": added}], ["grade"], named)[0][:-1] == numbers
 
 
 # --- archives -------------------------------------------------------------------------------------
@@ -579,14 +736,20 @@ def ct(place: Path) -> list[str]:
         frames = RNG.integers(0, 4096, (2, 20, 16)).astype(np.uint16)
         path = place / ("ill", "well")[n % 2] / f"{n}.dcm"
         save_dicom(path, frames, f"Erika{n % 40}", RescaleSlope=1, RescaleIntercept=-1024)
-    return ["data.window=[40,400]", "data.size=8", "data.person=tag:PatientID"]
+    words = ["data.labels=[ill,well]", "data.size=8", "data.person=tag:PatientID"]
+    return ["data.window=[40,400]", *words]
 
 
 def mr(place: Path) -> list[str]:
     for n in range(40):
         volume = RNG.normal(size=(8, 8, 4)).astype(np.float32)
         save_nifti(place / ("ill", "well")[n % 2] / f"Erika{n}.nii.gz", volume)
-    return ["data.window=[0,4]", "data.axis=axial", "data.person='^(.+)[.]nii'"]
+    return [
+        "data.window=[0,4]",
+        "data.labels=[ill,well]",
+        "data.axis=axial",
+        "data.person='^(.+)[.]nii'",
+    ]
 
 
 def tiff(place: Path) -> list[str]:
