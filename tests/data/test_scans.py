@@ -306,7 +306,7 @@ def test_other_files_are_one_line(case: str) -> None:
 
 @kills(
     "fedgen/data/scans.py",
-    "plain.read(offset + values * header.get_data_dtype().itemsize - len(head))",
+    "plain.read(offset + values * numbers.itemsize - len(head))",
     "plain.read()",
 )
 def test_a_small_file_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
