@@ -50,7 +50,8 @@ def check(config: DictConfig) -> str:
         )
     if dataset.persons is not None and dataset.has_persons:
         of = np.unique(dataset.persons, return_counts=True)[1]
-        lines.append(f"{len(of):,} persons, with {_describe_counts(of)}")
+        persons = "1 person" if len(of) == 1 else f"{len(of):,} persons"
+        lines.append(f"{persons}, with {_describe_counts(of)}")
     if dataset.names is not None:
         names = ", ".join(dataset.names[:_MAX_NAMES])
         lines.append(f"labels, published by name (data.names=false: by number): {names}")

@@ -395,7 +395,8 @@ def _read_listings(
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
     folder_names = {p.name for home in homes for part in parts for p in _folders(home / part)}
-    labels = infer_names(folder_names, label_names)
+    no_labels = "; if these folders are not labels, list the images in a table (path,label)"
+    labels = infer_names(folder_names, label_names, no_labels)
     labelled = [
         (client, test, label)
         for client, home in enumerate(homes)

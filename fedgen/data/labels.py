@@ -31,23 +31,28 @@ def validate_names(setting: object) -> list[str]:
     return names
 
 
-def infer_names(data_names: Iterable[str], setting: Sequence[str] | None) -> list[str]:
+def infer_names(
+    data_names: Iterable[str], setting: Sequence[str] | None, remedy: str = ""
+) -> list[str]:
     """Return the names of labels in order: those in ``setting``, or all names in the data.
+
+    Args:
+        remedy: what else to do about names outside ``setting``.
 
     Raises:
         FedgenError: for a label outside those in the setting, or an invalid list.
     """
     data_names = set(data_names)
     labels = sort_names(data_names) if setting is None else validate_names(setting)
-    _check_known(data_names, labels)
+    _check_known(data_names, labels, remedy)
     return labels
 
 
-def _check_known(data_names: Iterable[str], names: Sequence[str]) -> None:
+def _check_known(data_names: Iterable[str], names: Sequence[str], remedy: str = "") -> None:
     if unknown := set(data_names).difference(names):
         examples = ", ".join(name[:_LONG] for name in sorted(unknown)[:_SHOWN])
         problem = f"lacks labels of the data: {examples}"
-        raise FedgenError("data.labels", problem, "add them, or move their images away")
+        raise FedgenError("data.labels", problem, f"add them, or move their images away{remedy}")
 
 
 def has_names(candidates: Sequence[object]) -> bool:
