@@ -234,6 +234,7 @@ def test_similar_names_are_suggested(
         (["release", "run=a", "out=5"], "out"),
         (["release", "run=a", "out=a.zip", "budget_epsilon=much"], "budget_epsilon"),
         (["benchmark", "run_dir=5"], "run_dir"),
+        (["benchmark"], "matrix"),
         (["new", "method", "name=abc", "out=5"], "out"),
         (["new", "method", "name=torch"], "name"),
         (["sample", "run='a\0b'", "out=a.npz"], "run"),

@@ -52,7 +52,7 @@ def benchmark(config: DictConfig) -> str:
             failed.
         Interrupted: if it was asked to end; the runs keep their checkpoints.
     """
-    full_matrix = read_matrix(str(config.matrix))
+    full_matrix = read_matrix(config.matrix)
     matrix = select(full_matrix, config)
     place = Path(config.run_dir or time.strftime("runs/benchmark-%Y%m%d-%H%M%S"))
     check_no_links(place, "run_dir")

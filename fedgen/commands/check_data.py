@@ -69,6 +69,11 @@ def check(config: DictConfig) -> str:
         "(choose privacy.target_epsilon: 1 is a strong guarantee if δ is well below 1 / number of "
         f"images; the default is {usual.privacy.target_epsilon:g})"
     )
+    if "privacy.aggregation=secure" in fitting:
+        lines.append(
+            "(privacy.colluders=1: ε also holds if one client reveals its noise to the server; by "
+            "default none does)"
+        )
     lines.append(
         "(method.private_classifier=none: many times as fast, and better where images are few)"
     )

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fedgen.config.compose import compose
+from fedgen.config.extensions import config_folders
 from fedgen.config.overrides import config_name, group_folders, override_key
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_yaml
@@ -64,12 +65,16 @@ def target_name(epsilon: float | None) -> str:
     return f"{epsilon:g}" if float(f"{epsilon:g}") == epsilon else str(epsilon)
 
 
-def read_matrix(name: str) -> DictConfig:
+def read_matrix(name: str | None) -> DictConfig:
     """Read a matrix by name in ``configs/matrix``, or by file.
 
     Raises:
         FedgenError: if there is none, or if it contains anything but settings.
     """
+    if name is None:
+        names = sorted({path.stem for place in config_folders() for path in place.glob("matrix/*")})
+        problem = "is not set: dozens of runs are trained"
+        raise FedgenError("matrix", problem, f"choose {', '.join(names)}, or a FILE.yaml")
     path = Path(name) if name.endswith(".yaml") else config_name("matrix", name)
     try:
         matrix = OmegaConf.create(read_yaml(path))

@@ -236,7 +236,7 @@ class _Debug(_Train):
 
 
 class _Benchmark(_Command):
-    matrix: Text
+    matrix: Text | None
     methods: Any  # checked against the matrix, like the next three
     data: Any
     epsilons: Any
