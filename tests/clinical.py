@@ -1,4 +1,4 @@
-"""Small clinical files, as hospitals have them."""
+"""Builders of small DICOM, NIfTI and tar files."""
 
 from __future__ import annotations
 

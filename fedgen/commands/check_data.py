@@ -71,8 +71,8 @@ def check(config: DictConfig) -> str:
     )
     if "privacy.aggregation=secure" in fitting:
         lines.append(
-            "(privacy.colluders=1: ε also holds if one client reveals its noise to the server; by "
-            "default none does)"
+            "(privacy.colluders=1: ε also holds if one client reveals its noise to the server; the "
+            "default 0 assumes that none does)"
         )
     lines.append(
         "(method.private_classifier=none: many times as fast, and better where images are few)"
@@ -88,7 +88,8 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
     warnings += narrow_range(dataset) + rare_labels(dataset, counts)
     if not test:
         warnings.append(
-            "no test images: add a folder test/ or a column split, or train with evaluation=none"
+            "no test images: provide some (folder test/, column split, test*.tar), or train with "
+            "evaluation=none"
         )
     elif test < MIN_IMAGES:
         warnings.append(
@@ -105,7 +106,7 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "privacy.unit=person use partition=single"
         )
     warnings += unread_columns(dataset) + person_warnings(dataset)
-    if dataset.persons is None and not dataset.likely_persons:
+    if dataset.persons is None and not dataset.suggested_person:
         warnings.append(
             "ε protects single images: several images of one person are separate records"
         )

@@ -73,7 +73,7 @@ def read_matrix(name: str | None) -> DictConfig:
     """
     if name is None:
         names = sorted({path.stem for place in config_folders() for path in place.glob("matrix/*")})
-        problem = "is not set: dozens of runs are trained"
+        problem = "is required, because a benchmark trains dozens of runs"
         raise FedgenError("matrix", problem, f"choose {', '.join(names)}, or a FILE.yaml")
     path = Path(name) if name.endswith(".yaml") else config_name("matrix", name)
     try:

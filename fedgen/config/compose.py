@@ -143,7 +143,7 @@ def _composed_config(name: str, words: list[str]) -> tuple[DictConfig, DictConfi
     of_runtime = [override for override in values if _group_of(override.key_or_group) == "runtime"]
     set_values(config, [override for override in values if override not in of_runtime])
     if groups.get("runtime") == "auto":
-        on_ray = _has_many_clients(config) or any(map(_is_of_ray, of_runtime))
+        on_ray = _has_many_clients(config) or any(map(_is_ray_setting, of_runtime))
         groups["runtime"] = "ray" if on_ray else "in_process"
         runtime_defaults = OmegaConf.load(config_name("runtime", groups["runtime"]))
         for settings in (default, config):
@@ -268,17 +268,17 @@ def _has_several_clients(config: DictConfig) -> bool:
 
 
 def _has_many_clients(config: DictConfig) -> bool:
-    """Return whether starting Ray probably pays: more than 20 clients, or one per writer."""
+    """Return whether the run has more than 20 clients, or one per writer."""
     clients = OmegaConf.select(config, "partition.clients", default=1)
     if clients is None:  # as many as writers, or as folders
         return bool(OmegaConf.select(config, "partition.type") != "by_folder")
-    return not isinstance(clients, int) or clients > _MOST_IN_PROCESS
+    return not isinstance(clients, int) or clients > _MAX_IN_PROCESS_CLIENTS
 
 
-_MOST_IN_PROCESS = 20  # clients
+_MAX_IN_PROCESS_CLIENTS = 20  # clients
 
 
-def _is_of_ray(override: Override) -> bool:
+def _is_ray_setting(override: Override) -> bool:
     """Return whether an override is a setting of Ray alone."""
     key = override.key_or_group.partition("runtime.")[2]
     settings = [OmegaConf.load(config_name("runtime", name)) for name in ("ray", "in_process")]

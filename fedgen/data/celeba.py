@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Dataset, ExampleKeys, Images, build_dataset, data_root
-from fedgen.data.images import Reading, read_images
+from fedgen.data.images import ReadOptions, read_images
 from fedgen.data.labels import combine
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_bounded
@@ -31,7 +31,7 @@ def celeba(root: str | None, label: str | Sequence[str] = "Male", **_: object) -
     folder = data_root(root) / "celeba"
     attributes = [label] if isinstance(label, str) else list(label)
     try:
-        names, known, values = _attributes(folder / "list_attr_celeba.txt")
+        names, attribute_names, values = _attributes(folder / "list_attr_celeba.txt")
         splits = dict(map(str.split, _lines(folder / "list_eval_partition.txt")))
         part = np.array([int(splits[name]) for name in names])
         if any(Path(name).name != name for name in names):
@@ -46,24 +46,24 @@ def celeba(root: str | None, label: str | Sequence[str] = "Male", **_: object) -
             "list_eval_partition.txt",
         ) from error
 
-    if unknown := [attribute for attribute in attributes if attribute not in known]:
+    if unknown := [attribute for attribute in attributes if attribute not in attribute_names]:
         problem = f"CelebA has no attribute {', '.join(unknown)}"
-        raise FedgenError("data.label", problem, f"choose from {', '.join(known)}")
-    columns = values[:, [known.index(attribute) for attribute in attributes]]
-    of, labels = combine("CelebA", attributes, columns, None)
+        raise FedgenError("data.label", problem, f"choose from {', '.join(attribute_names)}")
+    columns = values[:, [attribute_names.index(attribute) for attribute in attributes]]
+    combined, labels = combine("CelebA", attributes, columns, None)
 
     def images_of(rows: NDArray[np.bool_]) -> Images:
         files = [(n, folder / "img_align_celeba" / n) for n in np.array(names)[rows].tolist()]
-        return read_images(folder, files, Reading(32, 3), key="data.root").images
+        return read_images(folder, files, ReadOptions(32, 3), key="data.root").images
 
     train, test = part == 0, part == 2
     places = ExampleKeys("a line of list_attr_celeba.txt", "its number")
-    parts = images_of(train), of[train], images_of(test), of[test]
+    parts = images_of(train), combined[train], images_of(test), combined[test]
     return build_dataset("celeba", *parts, None, len(labels), places, names=labels)
 
 
 def _attributes(file: Path) -> tuple[list[str], list[str], NDArray[np.bool_]]:
-    """Return the names of files (n,) and attributes (k,), and whether files have them (n, k)."""
+    """Return the names of files (n,) and attributes (k,), and a mask of the attributes (n, k)."""
     lines = _lines(file)
     attributes = lines[1].split()
     rows = [line.split() for line in lines[2:] if line.strip()]

@@ -103,8 +103,8 @@ class Dataset:
     persons: person in each training image, (n,) int64, or None: equal numbers are one person.
     unread_columns: names of further columns, which are ignored.
     names: names of the labels in order, if public.
-    person_warnings: warnings of persons, for the holder of the images.
-    likely_persons: value of ``data.person`` that probably gives the person in each image; empty:
+    data_warnings: warnings about persons or labels, shown to the holder of the images alone.
+    suggested_person: value of ``data.person`` that probably gives the person in each image; empty:
         none, or persons are given.
     """
 
@@ -119,8 +119,8 @@ class Dataset:
     persons: Labels | None = None
     unread_columns: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    person_warnings: tuple[str, ...] = ()
-    likely_persons: str = ""
+    data_warnings: tuple[str, ...] = ()
+    suggested_person: str = ""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -187,8 +187,8 @@ class Dataset:
         """Return the data set with ``count`` training images, chosen by public streams, in place of
         its test split; they are excluded from training.
 
-        If persons are given, all images of a person are held out, or none, by a digest of these
-        images: about ``count`` of ``public_rows``. Removing a person then moves no other.
+        If persons are given, whole persons are held out, about ``count`` of ``public_rows`` images,
+        each by a digest of its own images: removing a person moves no other.
 
         Args:
             public_rows: public number near that of the training images; None: their number.
@@ -207,6 +207,9 @@ class Dataset:
         if self.has_persons:
             is_out = self._held_out_persons(count / (public_rows or len(self.labels)), streams)
             out, rest = np.flatnonzero(is_out), np.flatnonzero(~is_out)
+            if not len(out) or not len(rest):
+                problem = f"{count} of {len(self.labels)} images hold out all persons, or none"
+                raise FedgenError("held_out", problem, "raise it if none, lower it if all")
         else:
             order = torch.randperm(len(self.labels), generator=streams.public("held out")).numpy()
             out, rest = np.sort(order[:count]), np.sort(order[count:])
@@ -223,7 +226,7 @@ class Dataset:
         )
 
     def _held_out_persons(self, share: float, streams: RandomStreams) -> NDArray[np.bool_]:
-        """Return whether images (n,) are of persons that are held out, each with this
+        """Return a mask (n,) of the images of persons that are held out, each with this
         probability."""
         assert self.persons is not None
         key = example_key(streams, "held out", "persons")
@@ -231,8 +234,10 @@ class Dataset:
         for person in np.unique(self.persons):
             rows = np.flatnonzero(self.persons == person)
             contents = [example_content(self.images[row], int(self.labels[row])) for row in rows]
-            own = keyed_digest(key, b"".join(sorted(keyed_digest(key, c) for c in contents)))
-            is_out[rows] = int.from_bytes(own[:6], "little") / 2**48 < share
+            person_digest = keyed_digest(
+                key, b"".join(sorted(keyed_digest(key, c) for c in contents))
+            )
+            is_out[rows] = int.from_bytes(person_digest[:6], "little") / 2**48 < share
         return is_out
 
     def shard(self, index: Labels) -> Shard:
@@ -300,8 +305,8 @@ def build_dataset(
     persons: NDArray[np.generic] | None = None,
     unread: tuple[str, ...] = (),
     names: Sequence[str] | None = None,
-    person_warnings: tuple[str, ...] = (),
-    likely_persons: str = "",
+    data_warnings: tuple[str, ...] = (),
+    suggested_person: str = "",
 ) -> Dataset:
     """Return a data set of these arrays.
 
@@ -335,10 +340,9 @@ def build_dataset(
             problem = f"{name} has {counted} {split}"
             raise FedgenError("data", problem, "give one of each for every image")
     if not len(labels):
-        problem = f"{name} has no images to train on, and {len(test_labels):,} to test on"
-        raise FedgenError(
-            "data", problem, "name both splits: folders train/ and test/, or a column"
-        )
+        problem = f"{name} has no training images and {len(test_labels):,} test images"
+        remedy = "provide both splits: folders train/ and test/, a column split, or archives"
+        raise FedgenError("data", problem, remedy)
     for split_labels in (labels, test_labels):
         check_range(name, split_labels, classes)
     if names is not None and not has_names(names):
@@ -359,6 +363,6 @@ def build_dataset(
         writer_numbers if persons is writers else person_numbers,
         unread,
         None if names is None else tuple(names),
-        person_warnings,
-        likely_persons,
+        data_warnings,
+        suggested_person,
     )

@@ -5,9 +5,9 @@
 | ``PATH/LABEL/*.png`` | none: one set of images |
 | ``PATH/CLIENT/LABEL/*.png`` | the folders in it |
 | several paths, each ``LABEL/*.png`` | the paths, in this order |
-| these with ``LABEL/PERSON/**/*.png``, ``data.person=folder`` and ``data.labels`` | the same |
+| any of these with ``LABEL/PERSON/**/*.png``, ``data.person=folder``, ``data.labels`` | the same |
 | ``PATH.csv``, ``PATH.parquet`` (``tables.py``) | its column ``client``, if it has one |
-| ``PATH.tar``, several, or a folder of them (``webdataset.py``) | field ``client``, if given |
+| one or more ``.tar``, or a folder of them (``webdataset.py``) | the field ``client``, if given |
 
 Folders may have ``train/`` and ``test/`` above the labels. If no client has a test split, a tenth
 of the images is one, by public streams keyed by the name of each image, or of its person. Files
@@ -46,8 +46,8 @@ from fedgen.data.datasets import (
 from fedgen.data.images import (
     MAX_SHOWN,
     Channels,
-    FileImages,
-    Reading,
+    DecodedFiles,
+    ReadOptions,
     Side,
     is_image_name,
     read_images,
@@ -64,7 +64,7 @@ from fedgen.storage.io import digest
 
 _LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini", "DICOMDIR"}
 _FOLDER, _TAG = "folder", "tag:"  # values of data.person
-_PREFIX = r"^([^_.-]*[0-9])[_-]"  # of file names such as P12_3.png
+_PERSON_PREFIX = r"^([^_.-]*[0-9])[_-]"  # of file names such as P12_3.png
 Column = Annotated[int, Ge(0)] | str
 """Number of a column of an ``.npz``, or its name in a table or archive."""
 
@@ -115,30 +115,41 @@ def folder(
     archives = _archives(places)
     is_file = len(places) == 1 and places[0].is_file()
     if is_file and not archives and places[0].suffix not in TABLES:
+        if person is not None:
+            problem = "does not apply to an .npz, which has an array train_person, or none"
+            raise FedgenError("data.person", problem, "leave it out")
         return _npz(places[0], classes, labels, label)
-    fields = label if label is None or isinstance(label, str) else list(map(str, _columns(label)))
-    tagged = person is not None and person.startswith(_TAG)
-    tag = validate_tag(str(person).removeprefix(_TAG)) if tagged else ""
-    if archives or is_file:
-        public_labels = labels
-        if labels is None and classes is not None:
-            public_labels = list(map(str, range(classes)))
-        read = (archives, read_archives) if archives else (places[0], read_listing)
-        listed = read[1](read[0], public_labels, fields, person)  # type: ignore[arg-type]
+    columns = None if label is None else list(map(str, _columns(label)))
+    uses_tag = person is not None and person.startswith(_TAG)
+    tag = validate_tag(str(person).removeprefix(_TAG)) if uses_tag else ""
+    public_labels = labels
+    if labels is None and classes is not None:
+        public_labels = list(map(str, range(classes)))
+    if person == _FOLDER and (archives or is_file):
+        problem = "cannot be folder: only folders of images have folders of persons"
+        raise FedgenError("data.person", problem, "name a column of the table, or a field")
+    if archives:
+        listed = read_archives(archives, public_labels, columns, person)
+    elif is_file:
+        listed = read_listing(places[0], public_labels, columns, person)
     elif label is not None:
-        problem = "applies to tables, archives and .npz, and labels of folders are their names"
+        problem = "does not apply to folders of images, which are named after labels"
         raise FedgenError("data.label", problem, "leave it out, or list the images in a table")
     else:
         listed = _read_listings(places, labels, persons=person == _FOLDER)
     if person is not None and not tag and not any(record.person for record in listed.records):
-        listed = replace(listed, records=_match_persons(listed.records, person))
-    reading = Reading(size, channels, window, axis, tag, several=True)
+        listed = replace(listed, records=_match_persons(listed, person))
+    options = ReadOptions(size, channels, window, axis, tag, allow_multiple=True)
     are_folders = labels is None and not archives and not is_file
-    return _dataset(listed, reading, streams, names, are_folders)
+    return _dataset(listed, options, streams, names, are_folders)
 
 
 def _dataset(
-    listed: Listing, reading: Reading, streams: RandomStreams, with_names: bool, are_folders: bool
+    listed: Listing,
+    options: ReadOptions,
+    streams: RandomStreams,
+    with_names: bool,
+    are_folders: bool,
 ) -> Dataset:
     """Read the files of a list and return the data set.
 
@@ -146,22 +157,22 @@ def _dataset(
         are_folders: whether labels are the names of folders, without ``data.labels``.
     """
     files = listed.records
-    read = read_images(_place(files), [(str(f.file), f.file) for f in files], reading)
-    if read.has_scans and are_folders:
-        problem = "is not set, and folders of scans may bear names of patients: "
+    decoded = read_images(_location(files), [(str(f.file), f.file) for f in files], options)
+    if decoded.has_scans and are_folders:
+        problem = "is required for DICOM and NIfTI, where names of folders may identify patients"
         remedy = "name the labels, e.g. data.labels=[ill,well]"
-        raise FedgenError("data.labels", problem + shorten(listed.labels), remedy)
-    if reading.tag:
-        files = [replace(f, person=tag) for f, tag in zip(files, read.tags, strict=True)]
+        raise FedgenError("data.labels", f"{problem}: {shorten(listed.labels)}", remedy)
+    if options.tag:
+        files = [replace(f, person=tag) for f, tag in zip(files, decoded.tag_values, strict=True)]
     files = [replace(f, person=unicodedata.normalize("NFC", f.person)) for f in files]
     parts = [
         (f, f"{f.name}#{number}" if count > 1 else f.name)
-        for f, count in zip(files, read.counts.tolist(), strict=True)
+        for f, count in zip(files, decoded.counts.tolist(), strict=True)
         for number in range(count)
     ]
     keys = [(digest(os.fsencode(name)), record.label) for record, name in parts]
     order = sorted(range(len(parts)), key=keys.__getitem__)
-    records, images = [parts[at][0] for at in order], read.images[order]
+    records, images = [parts[at][0] for at in order], decoded.images[order]
     test = np.array([_is_test(record, streams) for record in records])
     of = np.array([record.label for record in records], dtype=np.int64)
     clients = np.array([record.client for record in records], dtype=np.int64)
@@ -185,26 +196,26 @@ def _dataset(
         listed.unread,
         listed.labels if with_names else None,
         _person_warnings(records, test) if has_persons else _label_warnings(listed, are_folders),
-        "" if has_persons else _likely_persons(files, read),
+        "" if has_persons else _suggest_person(files, decoded),
     )
 
 
 def _person_warnings(records: Sequence[Record], test: NDArray[np.bool_]) -> tuple[str, ...]:
-    """Return warnings of persons that are probably not what they should be."""
+    """Return warnings about implausible persons."""
     training, tested = (
         {r.person for r, is_test in zip(records, test, strict=True) if is_test == split}
         for split in (False, True)
     )
     warnings = []
     if len(training | tested) == 1:
-        warnings.append("all images are of one person: does data.person distinguish persons?")
+        warnings.append("all images are of one person: check data.person")
     if both := len(training & tested):
         persons = "a person has" if both == 1 else f"{both} persons have"
-        warnings.append(f"{persons} images in both splits: test results will be too favourable")
+        warnings.append(f"{persons} images in both splits: test results will be optimistic")
     return tuple(warnings)
 
 
-def _place(files: Sequence[Record]) -> Path:
+def _location(files: Sequence[Record]) -> Path:
     """Return the folder of the first file, for errors."""
     return files[0].file.parent if isinstance(files[0].file, Path) else Path(files[0].name)
 
@@ -227,50 +238,51 @@ def _label_warnings(listed: Listing, are_folders: bool) -> tuple[str, ...]:
         return ()
     names = shorten(listed.labels[:3])
     return (
-        f"are {names} and so on labels, or persons? For LABEL/PERSON/ set data.person=folder and "
-        "data.labels=[...]",
+        f"the labels {names} and others look like persons: for LABEL/PERSON/ set "
+        "data.person=folder and data.labels=[...]",
     )
 
 
 _FEW_IMAGES, _MANY_LABELS = 10, 10
 
 
-def _match_persons(records: Sequence[Record], expression: str) -> list[Record]:
+def _match_persons(listed: Listing, expression: str) -> list[Record]:
     """Return the records with the person that the first group of an expression finds in the name of
     each file.
 
     Raises:
         FedgenError: for an invalid expression, or files that it does not match.
     """
-    remedy = (
-        "give a column, tag:KEYWORD, folder, or a regular expression with a group: '^(P[0-9]+)_'"
-    )
+    records = listed.records
+    remedy = "give tag:KEYWORD, folder, or a regular expression with a group: '^(P[0-9]+)_'"
+    if listed.unread:
+        remedy = f"name a column, e.g. {', '.join(listed.unread)}, or give such an expression"
     try:
         pattern = re.compile(expression)
     except re.error as error:
-        problem = f"is neither a column nor a regular expression ({error})"
+        problem = f"{expression[:100]!r} is neither a column nor a regular expression ({error})"
         raise FedgenError("data.person", problem, remedy) from error
     if pattern.groups < 1:
-        problem = f"is neither a column nor a regular expression with a group: {expression[:100]!r}"
+        problem = f"{expression[:100]!r} is neither a column nor a regular expression with a group"
         raise FedgenError("data.person", problem, remedy)
     matches = [pattern.search(PurePosixPath(record.name).name) for record in records]
     persons = [match[1] if match else None for match in matches]
     if lacking := [r.name for r, person in zip(records, persons, strict=True) if not person]:
-        problem = f"finds no person in {len(lacking)} of {len(records)} names: {shorten(lacking)}"
+        problem = f"does not match {len(lacking)} of {len(records)} file names: {shorten(lacking)}"
         raise FedgenError("data.person", problem, "change the expression, or rename the files")
     return [replace(r, person=str(p)) for r, p in zip(records, persons, strict=True)]
 
 
-def _likely_persons(files: Sequence[Record], read: FileImages) -> str:
+def _suggest_person(files: Sequence[Record], decoded: DecodedFiles) -> str:
     """Return a value of ``data.person`` if several images may show one person, by the names of
     their files or because a file contains several; else an empty text."""
-    if read.is_dicom:
+    if decoded.all_dicom:
         return f"{_TAG}PatientID"
     names = [PurePosixPath(record.name).name for record in files]
-    found = [match[1] for name in names if (match := re.search(_PREFIX, name))]
+    found = [match[1] for name in names if (match := re.search(_PERSON_PREFIX, name))]
     if len(found) == len(names) and 1 < len(set(found)) < 0.9 * len(found):
-        return _PREFIX
-    return "(.+)" if len(read.images) > len(files) else ""
+        return _PERSON_PREFIX
+    return "(.+)" if len(decoded.images) > len(files) else ""  # a person per file
 
 
 def _npz(
@@ -280,6 +292,8 @@ def _npz(
     label: Column | Sequence[Column] | None,
 ) -> Dataset:
     """Read an ``.npz``, with the public number or the public names of its labels."""
+    if path.name.endswith((".tar.gz", ".tgz")):
+        raise FedgenError("data.path", f"{path} is compressed", "decompress it to .tar")
     if path.suffix != ".npz":
         problem = f"{path} is not a folder, a table (.csv, .parquet), a .tar or an .npz"
         raise FedgenError("data.path", problem, "give one of these")
@@ -344,11 +358,11 @@ def _clients(place: Path, labels: Sequence[str] | None) -> list[Path]:
     if _is_split(place) or not inside:
         return [place]
     if labels is not None:
-        known = set(map(str, labels))
-        homes = [home / "train" if _is_split(home) else home for home in inside]
-        below = {folder.name for home in homes for folder in _folders(home)}
-        is_label = any(folder.name in known for folder in inside)
-        return inside if below & known and not is_label else [place]
+        names = set(map(str, labels))
+        parts = [client / "train" if _is_split(client) else client for client in inside]
+        names_below = {folder.name for part in parts for folder in _folders(part)}
+        has_label = any(folder.name in names for folder in inside)
+        return inside if names_below & names and not has_label else [place]
     return (
         inside
         if all(_folders(subfolder) and not _files(subfolder) for subfolder in inside)
@@ -382,7 +396,7 @@ def _read_listings(
         if place.is_file():
             raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
     if persons and label_names is None:
-        problem = "is not set: with folders of persons, these could be taken for labels"
+        problem = "is required with data.person=folder, to tell labels from clients and persons"
         raise FedgenError("data.labels", problem, "name the labels, e.g. data.labels=[ill,well]")
     homes = places if len(places) > 1 else _clients(places[0], label_names if persons else None)
     if len({home.resolve() for home in homes}) < len(homes):
@@ -395,8 +409,8 @@ def _read_listings(
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
     folder_names = {p.name for home in homes for part in parts for p in _folders(home / part)}
-    no_labels = "; if these folders are not labels, list the images in a table (path,label)"
-    labels = infer_names(folder_names, label_names, no_labels)
+    table_hint = "; if these are clients or persons, see docs/your-images.md for layouts"
+    labels = infer_names(folder_names, label_names, table_hint)
     labelled = [
         (client, test, label)
         for client, home in enumerate(homes)
@@ -427,9 +441,9 @@ def _read_listings(
             if _files(subfolder)
         ]
         if within:
-            problem = f"folders within a label's folder are not looked into: {shorten(within)}"
-            remedy = "move their images up, or remove them; with a folder per person below each "
-            raise FedgenError("data.path", problem, f"{remedy}label: data.person=folder")
+            problem = f"folders within a label's folder are not read: {shorten(within)}"
+            remedy = "move their images up, or remove them; if each is a person, set "
+            raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
     unlabelled = [
         str(file)
         for home in homes
@@ -451,8 +465,8 @@ def _read_listings(
         raise FedgenError("data.path", problem, remedy)
     files = Counter(os.path.realpath(str(record.file)) for record in records)
     if len(files) < len(records):
-        twice = shorten([name for name, count in files.items() if count > 1])
-        problem = f"links lead to files twice, and an image would be two records: {twice}"
+        duplicates = shorten([name for name, count in files.items() if count > 1])
+        problem = f"links list files twice, and an image would be two records: {duplicates}"
         raise FedgenError("data.path", problem, "remove these links")
     named_records, in_names = _disambiguate(records, homes)
     return Listing(named_records, labels, len(homes), in_names)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Dataset, ExampleKeys, build_dataset
-from fedgen.data.images import Channels, Reading, Side, read_images
+from fedgen.data.images import Channels, ReadOptions, Side, read_images
 from fedgen.data.labels import sort_names, to_numbers, validate_names
 from fedgen.errors import FedgenError
 from fedgen.storage.io import digest
@@ -243,7 +243,7 @@ def _rows(
     ]
     sources = [(f"row {n}", _source(cell, place)) for n, cell in enumerate(cells)]
     files = [cell.get("path") for cell in cells]
-    images = read_images(path, sources, Reading(size, channels)).images
+    images = read_images(path, sources, ReadOptions(size, channels)).images
     return values | {"image": images, "file": files}
 
 

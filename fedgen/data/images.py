@@ -15,7 +15,16 @@ from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Images, as_images
-from fedgen.data.scans import SCANS, Axis, RejectedError, Window, apply_window, reader_of
+from fedgen.data.scans import (
+    MAX_IMAGES,
+    MAX_VALUES,
+    SCAN_SUFFIXES,
+    Axis,
+    RejectedError,
+    Window,
+    apply_window,
+    reader_of,
+)
 from fedgen.errors import FedgenError
 
 if TYPE_CHECKING:
@@ -31,14 +40,14 @@ Side = Annotated[int, Ge(8), Le(_LARGEST)]
 """Pixels of a side of a square image."""
 Channels = Literal[1, 3]
 """Grey, or RGB."""
-_LONG = 300  # characters of a name
+_MAX_NAME_CHARS = 300  # characters of a name
 MAX_SHOWN = 20
 """Names in a line."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Public settings by which files become 8-bit images.
+class ReadOptions:
+    """Public settings for converting files to 8-bit images.
 
     size: crop images to a square and resize them to this many pixels; None: unchanged.
     channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
@@ -46,7 +55,7 @@ class Reading:
         file, and others are refused.
     axis: plane of the slices of NIfTI volumes.
     tag: DICOM keyword; its value is returned for each file; empty: none.
-    several: whether frames and slices of one file are separate images; else such files are refused.
+    allow_multiple: whether a file may contain several frames or slices, each a separate image.
     """
 
     size: int | None = None
@@ -54,19 +63,25 @@ class Reading:
     window: Window | None = None
     axis: Axis = "axial"
     tag: str = ""
-    several: bool = False
+    allow_multiple: bool = False
 
 
 @dataclass(frozen=True)
-class FileImages:
-    """Images (n, channels, h, w) of files, their number per file (m,), m values of a tag, and
-    whether some files are scans (DICOM, NIfTI), and all are DICOM."""
+class DecodedFiles:
+    """Images of files.
+
+    images: (n, channels, h, w).
+    counts: number of images in each file, (m,).
+    tag_values: value of the DICOM tag in each file; empty: not requested.
+    has_scans: whether some files are DICOM or NIfTI.
+    all_dicom: whether all files are DICOM.
+    """
 
     images: Images
     counts: NDArray[np.int64]
-    tags: list[str]
+    tag_values: list[str]
     has_scans: bool
-    is_dicom: bool
+    all_dicom: bool
 
 
 @runtime_checkable
@@ -83,11 +98,11 @@ ImageFile = OpenableFile | IO[bytes]
 def read_images(
     place: Path | str,
     sources: Sequence[tuple[str, ImageFile]],
-    reading: Reading,
+    options: ReadOptions,
     key: str = "data.path",
-) -> FileImages:
+) -> DecodedFiles:
     """Return all images in this order, as viewers display them: rotated by EXIF orientation, on
-    white where transparent; frames and slices of clinical images by ``scans.py``.
+    white where transparent; ``scans.py`` decodes DICOM and NIfTI.
 
     Args:
         place: their location, for errors.
@@ -99,25 +114,25 @@ def read_images(
             not square, or differ in size or in colour.
     """
     rejected: dict[str, list[str]] = {problem: [] for problem in _PROBLEMS}
-    names, images, tags, counts, kinds = [], [], [], [], []
+    names, images, tag_values, counts, kinds = [], [], [], [], []
     for name, file in sources:
         try:
-            file_images, tag, kind = _read_file(file, reading)
+            file_images, tag, kind = _read_file(file, options)
         except RejectedError as error:
             rejected[str(error)].append(name)
             continue
         for image in file_images:
             names.append(name)
             images.append(
-                _centre_square(image, reading.size) if reading.size else np.asarray(image, np.uint8)
+                _centre_square(image, options.size) if options.size else np.asarray(image, np.uint8)
             )
-        tags.append(tag)
+        tag_values.append(tag)
         kinds.append(kind)
         counts.append(len(file_images))
     total = len(sources)
     problems = [
         (
-            problem.format(count=len(names_), total=total, names=shorten(names_), tag=reading.tag),
+            problem.format(count=len(names_), total=total, names=shorten(names_), tag=options.tag),
             to_do,
         )
         for (problem, to_do), names_ in zip(_PROBLEMS.values(), rejected.values(), strict=True)
@@ -129,23 +144,25 @@ def read_images(
     if problems:
         text = " | ".join(f"{problem} ({remedy})" for problem, remedy in problems)
         raise FedgenError(key, text, "correct these")
-    return FileImages(
+    return DecodedFiles(
         as_images(place, np.stack(images)),
         np.array(counts, np.int64),
-        tags,
+        tag_values,
         has_scans=any(kinds),
-        is_dicom=set(kinds) == {"DICOM"},
+        all_dicom=set(kinds) == {"DICOM"},
     )
 
 
 _PROBLEMS = {
     "large": (
-        f"more than {_MOST_PIXELS:,} pixels, or too many images in a file: {{names}}",
-        "make them smaller, or split them",
+        "too large: {names}",
+        f"resize or split them: at most {_MOST_PIXELS:,} pixels per image, {MAX_IMAGES:,} images "
+        f"and {MAX_VALUES:,} values per file",
     ),
     "deep": (
-        "more than 8 bits a pixel: {names}",
-        "set data.window=[center,width], a range of intensities that is public",
+        "more than 8 bits a pixel, or intensities in other units: {names}",
+        "with data=folder set data.window=[center,width], a public range in these units; or scale "
+        "all images by the same range to 0..255",
     ),
     "deep_colour": (
         "colours of more than 8 bits a pixel: {names}",
@@ -157,13 +174,18 @@ _PROBLEMS = {
         "save each volume, with one value per voxel, as a separate file",
     ),
     "rescaled": ("PGM of more than 8 bits: {names}", "save them as PNG or TIFF of 16 bits"),
+    "deflated": ("deflated DICOM files: {names}", "save them uncompressed"),
+    "window": (
+        "the DICOM file has an invalid window: {names}",
+        "set data.window=[center,width], a public range of intensities",
+    ),
     "compressed": (
-        "compressed in a way that cannot be read here: {names}",
-        "pip install pylibjpeg pylibjpeg-openjpeg pylibjpeg-libjpeg, or decompress them",
+        "compressed in a format without a decoder: {names}",
+        "pip install pylibjpeg pylibjpeg-openjpeg pylibjpeg-libjpeg, or save them uncompressed",
     ),
     "tagless": (
-        "{count} of {total} files have no DICOM tag {tag}: {names}",
-        "remove them, or set data.person to a regular expression on file names",
+        "{count} of {total} files have no value for the DICOM tag {tag}: {names}",
+        "fill it in, remove these files, or set data.person to a regular expression on file names",
     ),
     "unreadable": (
         "{count} of {total} files cannot be read as images: {names}",
@@ -173,7 +195,7 @@ _PROBLEMS = {
 """Problem of a file -> message and remedy."""
 
 
-def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], str, str]:
+def _read_file(file: ImageFile, options: ReadOptions) -> tuple[list[PillowImage], str, str]:
     """Return the images of a file, as viewers display them, the value of the tag, and the kind of
     scan; empty: none.
 
@@ -186,27 +208,27 @@ def _read_file(file: ImageFile, reading: Reading) -> tuple[list[PillowImage], st
         with _stream(file) as stream, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fedgen has its own limits
             if (reader := reader_of(stream)) is None:
-                if reading.tag:
+                if options.tag:
                     raise RejectedError("tagless")
-                return [_read_picture(stream, reading)], "", ""
-            scan = reader(stream, reading.window, reading.axis, reading.tag)
+                return [_read_pillow_image(stream, options)], "", ""
+            scan = reader(stream, options.window, options.axis, options.tag)
     except (RejectedError, FedgenError):
         raise
     except Image.DecompressionBombError as error:
         raise RejectedError("large") from error
     except Exception as error:  # parsers of untrusted files may raise anything
         raise RejectedError("unreadable") from error
-    if len(scan.images) > 1 and not reading.several:
+    if len(scan.images) > 1 and not options.allow_multiple:
         raise RejectedError("several")
     pictures = [Image.fromarray(pixels) for pixels in scan.images]
-    if reading.channels is not None:
+    if options.channels is not None:
         pictures = [
-            picture.convert("L" if reading.channels == 1 else "RGB") for picture in pictures
+            picture.convert("L" if options.channels == 1 else "RGB") for picture in pictures
         ]
     return pictures, scan.tag, scan.kind
 
 
-def _read_picture(stream: IO[bytes], reading: Reading) -> PillowImage:
+def _read_pillow_image(stream: IO[bytes], options: ReadOptions) -> PillowImage:
     """Return the image of a file in any of Pillow's formats."""
     from PIL import Image
 
@@ -219,18 +241,18 @@ def _read_picture(stream: IO[bytes], reading: Reading) -> PillowImage:
     is_deep = raw.mode.startswith(_DEEP)
     if is_deep and raw.format == "PPM":
         raise RejectedError("rescaled")  # Pillow does not return the values in the file
-    if is_deep and reading.window is None:
+    if is_deep and options.window is None:
         raise RejectedError("deep")  # its range is unknown; clipping would lose it
     if not is_deep and _DEEPER.search(str(raw.tile)):
         raise RejectedError("deep_colour")  # Pillow reads the upper bytes
     image = _apply_orientation(raw)
-    if is_deep and reading.window is not None:
+    if is_deep and options.window is not None:
         values, tags = np.asarray(image), getattr(raw, "tag_v2", {})
         if values.dtype == np.int32 and tags.get(_SAMPLE_FORMAT, (1,)) == (1,):
             values = values.view(np.uint32)  # Pillow has no mode for these
-        pixels = apply_window(values, reading.window)
+        pixels = apply_window(values, options.window)
         image = Image.fromarray(255 - pixels if tags.get(_PHOTOMETRIC) == 0 else pixels)
-    grey = reading.channels == 1 or (reading.channels is None and image.mode in _GREY)
+    grey = options.channels == 1 or (options.channels is None and image.mode in _GREY)
     return _composite_on_white(image).convert("L" if grey else "RGB")
 
 
@@ -288,7 +310,7 @@ def _stream(file: ImageFile) -> AbstractContextManager[IO[bytes]]:
 def shorten(names: Sequence[str]) -> str:
     """Return names for one line: the first ones, each cut, and the number of others."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(name[:_LONG] for name in sorted(names)[:MAX_SHOWN]) + more
+    return ", ".join(name[:_MAX_NAME_CHARS] for name in sorted(names)[:MAX_SHOWN]) + more
 
 
 def is_image_name(name: str) -> bool:
@@ -297,7 +319,7 @@ def is_image_name(name: str) -> bool:
 
     Image.init()
     suffix = PurePosixPath(name).suffix.lower()
-    return name.lower().endswith(SCANS) or Image.EXTENSION.get(suffix) in Image.OPEN
+    return name.lower().endswith(SCAN_SUFFIXES) or Image.EXTENSION.get(suffix) in Image.OPEN
 
 
 def _centre_square(image: object, size: int) -> Images:

@@ -138,7 +138,7 @@ def check_range(
         raise FedgenError("data", problem, remedy)
 
 
-_MOST_COMBINED = 4  # columns of 0 and 1: 16 labels
+_MAX_COMBINED_COLUMNS = 4  # columns of 0 and 1: 16 labels
 
 
 def combine(
@@ -157,14 +157,15 @@ def combine(
     Raises:
         FedgenError: for other values, and more than four attributes.
     """
-    if len(names) > _MOST_COMBINED or len(set(names)) < len(names):
-        problem = f"combines {', '.join(names)}"
-        raise FedgenError("data.label", problem, f"at most {_MOST_COMBINED}, each once")
+    if len(names) > _MAX_COMBINED_COLUMNS or len(set(names)) < len(names):
+        problem = f"lists {', '.join(names)}"
+        remedy = f"list at most {_MAX_COMBINED_COLUMNS} columns, each once"
+        raise FedgenError("data.label", problem, remedy)
     if columns.dtype.kind not in "biuf" or not np.isin(columns, (0, 1)).all():
-        problem = f"{where}: {', '.join(names)} have values other than 0 and 1"
-        remedy = "combine attributes of 0 and 1"
-        if len(names) == 1:
-            remedy = "name the labels in it: data.labels=[...]"
+        problem = f"{where}: {', '.join(names)} contain values other than 0 and 1"
+        remedy = "choose binary columns, or one column whose labels data.labels names"
+        if setting is not None or len(names) > 1:
+            remedy = "choose binary columns"
         raise FedgenError("data.label", problem, remedy)
     count = 2 ** len(names)
     if setting is None:
@@ -174,8 +175,8 @@ def combine(
         ]
         labels[0] = f"no {names[0]}" if count == 2 else "none"
     elif len(labels := validate_names(setting)) != count:
-        problem = f"names {len(labels)} labels, but {', '.join(names)} have {count} combinations"
-        raise FedgenError("data.labels", problem, "name each, or leave it out")
+        problem = f"has {len(labels)} names, but the columns {', '.join(names)} have {count}"
+        raise FedgenError("data.labels", f"{problem} combinations", "name all, or leave it out")
     bits = np.array([1 << bit for bit in range(len(names))])
     return columns.astype(np.int64) @ bits, labels
 

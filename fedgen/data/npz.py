@@ -3,12 +3,12 @@
 | array | |
 |---|---|
 | ``train_images`` | uint8 (n, h, w), or (n, h, w, 3), or (n, channels, h, w) |
-| ``train_labels`` | integers (n,) or (n, 1); or 0 and 1 (n, k), of which columns are chosen |
+| ``train_labels`` | integers (n,) or (n, 1); or binary columns (n, k), some of which are chosen |
 | ``test_images``, ``test_labels`` | the same |
 | ``train_writer`` | optional (n,): the writer of each image |
 | ``train_person`` | optional (n,): the person in each image; default: its writer |
 
-Others, e.g. ``val_images``, are ignored.
+Other arrays, e.g. ``val_images``, are ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def from_npz(
         classes: number of labels; None: that of the combinations of ``columns``.
         key: setting that names the file.
         names: names of the labels, in order.
-        columns: columns of labels (n, k) of 0 and 1, combined into one label; see
+        columns: binary columns of labels (n, k), combined into one label; see
             ``labels.combine``.
     """
     arrays = npz_arrays(file, ["train_images", "train_labels", "test_images", "test_labels"], key)
@@ -55,12 +55,12 @@ def from_npz(
             for name in ("train_labels", "test_labels")
         )
     else:
-        of_splits = []
+        split_labels = []
         for name in ("train_labels", "test_labels"):
-            chosen = _choose(f"{file}, {name}", arrays[name], columns)
+            chosen = _select_columns(f"{file}, {name}", arrays[name], columns)
             numbers, label_names = combine(f"{file}, {name}", *chosen, names)
-            of_splits.append(numbers)
-        labels, test_labels = of_splits
+            split_labels.append(numbers)
+        labels, test_labels = split_labels
         names, classes = label_names, len(label_names)
     moves = ""
     if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
@@ -79,13 +79,16 @@ def from_npz(
     )
 
 
-def _choose(
+def _select_columns(
     where: str, labels: NDArray[np.generic], columns: Sequence[int]
 ) -> tuple[list[str], NDArray[np.generic]]:
     """Return the names of columns, their numbers, and the columns."""
     if labels.ndim != 2 or not all(0 <= column < labels.shape[1] for column in columns):
-        problem = f"{where} has shape {labels.shape}, without column {', '.join(map(str, columns))}"
-        raise FedgenError("data.label", problem, "choose columns of labels (n, k), from 0")
+        problem = f"{', '.join(map(str, columns))}: {where} has shape {labels.shape}"
+        remedy = "leave it out"
+        if labels.ndim == 2:
+            remedy = f"choose columns from 0 to {labels.shape[1] - 1}"
+        raise FedgenError("data.label", problem, remedy)
     return [str(column) for column in columns], labels[:, list(columns)]
 
 

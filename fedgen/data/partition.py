@@ -173,14 +173,14 @@ def limit_per_person(
         raise FedgenError(
             "privacy.unit",
             "cannot be person: the data do not name the person in each image",
-            "give data.person=COLUMN, tag:PatientID or another (see docs/your-images.md)",
+            "set data.person (see docs/your-images.md), or add train_person to an .npz",
         )
     homes = [np.unique(persons[shard]) for shard in shards]
     if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):
         raise FedgenError(
             "partition",
             "gives several clients images of one person, whom no client could protect alone",
-            "take partition=single; if they are different persons, give them different names",
+            "take partition=single; if these are different persons, give them different names",
         )
     key, kept = example_key(streams, "persons"), []
     for shard in shards:

@@ -33,18 +33,19 @@ Window = tuple[Annotated[float, Ge(-1e9), Le(1e9)], Annotated[float, Gt(0), Le(1
 Pixels = NDArray[np.uint8]
 """(height, width), or (height, width, 3)."""
 
-SCANS = (".dcm", ".dicom", ".nii", ".nii.gz")
-"""How names of scans usually end."""
+SCAN_SUFFIXES = (".dcm", ".dicom", ".nii", ".nii.gz")
+"""Usual file name suffixes of DICOM and NIfTI."""
 PREAMBLE = 132
 """Bytes before the first element of a DICOM file."""
 
-_MAX_VALUES, _MAX_IMAGES = 2**27, 2**13  # of a file
+MAX_VALUES, MAX_IMAGES = 2**27, 2**13
+"""Limits of a file."""
 _MAX_FRAME = 2**26  # values
 _MAX_OFFSET = 2**20  # bytes before the voxels
 _MAX_BYTES = 2**31  # of a file
 _NIFTI_1, _NIFTI_2 = 348, 540  # bytes of a header; its first number
-_DEFLATED = "1.2.840.10008.1.2.1.99"  # bytes after decompression are unbounded
-_EXTRA = 'pip install "fedgen[clinical]"'
+_DEFLATED = "1.2.840.10008.1.2.1.99"  # rejected: its decompressed size is unbounded
+_INSTALL_CLINICAL = 'pip install "fedgen[clinical]"'
 
 
 class RejectedError(Exception):
@@ -69,7 +70,7 @@ def validate_tag(tag: str) -> str:
     try:
         from pydicom.datadict import tag_for_keyword
     except ImportError as error:
-        raise FedgenError("data.person", "DICOM tags need pydicom", _EXTRA) from error
+        raise FedgenError("data.person", "DICOM tags need pydicom", _INSTALL_CLINICAL) from error
     if tag_for_keyword(tag) is None:
         remedy = "take a keyword of DICOM, e.g. tag:PatientID"
         raise FedgenError("data.person", f"there is no DICOM tag {tag[:100]!r}", remedy)
@@ -120,19 +121,19 @@ def read_nifti(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
     the left side or the back is on the right.
 
     Raises:
-        RejectedError: for other files than volumes, or intensities of more than 8 bits without a
-            window.
+        RejectedError: if the file is not one grey volume, or for intensities of more than 8 bits
+            without a window.
     """
     try:
         nibabel: Any = importlib.import_module("nibabel")
     except ImportError as error:
-        raise FedgenError("data.path", "NIfTI files need nibabel", _EXTRA) from error
+        raise FedgenError("data.path", "NIfTI files need nibabel", _INSTALL_CLINICAL) from error
     if tag:
         raise RejectedError("tagless")
-    packed = stream.read(2) == b"\x1f\x8b"
+    is_gzipped = stream.read(2) == b"\x1f\x8b"
     stream.seek(0)
-    plain = gzip.GzipFile(fileobj=stream) if packed else stream
-    head = plain.read(_NIFTI_2)
+    unzipped = gzip.GzipFile(fileobj=stream) if is_gzipped else stream
+    head = unzipped.read(_NIFTI_2)
     kind = nibabel.Nifti1Image if _nifti_header_bytes(head) == _NIFTI_1 else nibabel.Nifti2Image
     header = kind.header_class.from_fileobj(io.BytesIO(head), check=False)
     shape = [int(side) for side in header.get_data_shape()]
@@ -145,11 +146,11 @@ def read_nifti(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
     offset, values = int(header["vox_offset"]), math.prod(shape)
     if not 0 <= offset <= _MAX_OFFSET:
         raise RejectedError("unreadable")
-    # before the axes are in order, each may be that of the slices
-    if values > _MAX_VALUES or max(shape) > _MAX_IMAGES:
+    # the axis of the slices is unknown until the volume is reoriented
+    if values > MAX_VALUES or max(shape) > MAX_IMAGES:
         raise RejectedError("large")
-    # not more than the header states: gzip files may expand to any size
-    content = head + plain.read(offset + values * numbers.itemsize - len(head))
+    # at most the size in the header: gzip files may expand to any size
+    content = head + unzipped.read(offset + values * numbers.itemsize - len(head))
     volume = nibabel.as_closest_canonical(kind.from_bytes(content))
     intensities = np.asanyarray(volume.dataobj).reshape(volume.shape[:3])
     if window is None and intensities.dtype != np.uint8:
@@ -160,10 +161,10 @@ def read_nifti(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
         np.ascontiguousarray(s) if window is None else apply_window(s, window) for s in slices
     ]
     width, height = np.delete(np.array(volume.header.get_zooms()[:3], float), plane)
-    return Scan([_isotropic(image, height / width) for image in images], "NIfTI")
+    return Scan([_resample_to_square_pixels(image, height / width) for image in images], "NIfTI")
 
 
-def _isotropic(image: Pixels, ratio: float) -> Pixels:
+def _resample_to_square_pixels(image: Pixels, ratio: float) -> Pixels:
     """Return an image with square pixels.
 
     Args:
@@ -189,25 +190,26 @@ def read_dicom(stream: IO[bytes], window: Window | None, axis: Axis, tag: str) -
     that of the file, or its table of values. MONOCHROME1 is inverted.
 
     Raises:
-        RejectedError: for other images, or intensities of more than 8 bits without a window.
+        RejectedError: for unsupported images, or for intensities of more than 8 bits without a
+            window.
     """
     del axis
     try:
         pydicom: Any = importlib.import_module("pydicom")
     except ImportError as error:
-        raise FedgenError("data.path", "DICOM files need pydicom", _EXTRA) from error
+        raise FedgenError("data.path", "DICOM files need pydicom", _INSTALL_CLINICAL) from error
     if stream.seek(0, io.SEEK_END) > _MAX_BYTES:
         raise RejectedError("large")
     stream.seek(PREAMBLE)
     reader = pydicom.filereader
     meta = reader.read_dataset(stream, False, True, stop_when=lambda tag, vr, size: tag >> 16 != 2)
     if meta.get("TransferSyntaxUID") == _DEFLATED:
-        raise RejectedError("compressed")
+        raise RejectedError("deflated")
     stream.seek(0)
     file = pydicom.dcmread(stream)
     frames, samples = int(file.get("NumberOfFrames") or 1), int(file.SamplesPerPixel)
     values = samples * int(file.Rows) * int(file.Columns)
-    if values > _MAX_FRAME or frames * values > _MAX_VALUES or not 1 <= frames <= _MAX_IMAGES:
+    if values > _MAX_FRAME or frames * values > MAX_VALUES or not 1 <= frames <= MAX_IMAGES:
         raise RejectedError("large")
     try:
         stored = pydicom.pixels.pixel_array(file)  # colours as RGB
@@ -283,7 +285,7 @@ def _file_window(values: NDArray[Any], center: float, width: float, function: st
     if function == "LINEAR" and width >= 1:  # a width of n covers n whole numbers
         center, width = center - 0.5, width - 1
     elif function != "LINEAR_EXACT" or width <= 0:
-        raise RejectedError("unreadable")
+        raise RejectedError("window")
     return apply_window(values, (center, max(width, np.finfo(float).tiny)))
 
 

@@ -33,7 +33,7 @@ TABLES = (".csv", ".parquet")
 _SHOWN = 20  # names per line
 _LONG = 100  # characters of a name shown
 SPLITS: dict[str, bool | None] = {"train": False, "test": True, "": None}
-"""Split -> whether it is for tests; None: unknown."""
+"""Split -> True for test, False for training; None: not specified."""
 
 _MOST_BYTES, _MOST_ROWS = 2**30, 10**7
 
@@ -65,16 +65,16 @@ class Listing:
 
 def read_listing(
     table: Path,
-    named: Sequence[str] | None,
+    label_names: Sequence[str] | None,
     label: str | Sequence[str] | None = None,
     person: str | None = None,
 ) -> Listing:
     """Return the records of a table.
 
     Args:
-        named: names of labels; see ``labels.infer_names``.
-        label: column, or columns of 0 and 1; None: ``label``.
-        person: column of persons, if there is one of this name; None: ``person``.
+        label_names: names of labels; see ``labels.infer_names``.
+        label: column, or binary columns; None: ``label``.
+        person: column of persons; ignored if there is none of this name. None: ``person``.
 
     Raises:
         FedgenError: for the first problem.
@@ -84,14 +84,18 @@ def read_listing(
     if lacking := [column for column in ("path", *columns) if column not in rows[0]]:
         problem = f"{table} has no column {' and no column '.join(lacking)}"
         first = ", ".join(repr(column[:_LONG]) for column in list(rows[0])[:_SHOWN])
+        if label is not None and "path" in rows[0]:
+            raise FedgenError("data.label", problem, f"choose from {first}")
         remedy = f"put the column names, separated by commas, in the first line, which has {first}"
-        raise FedgenError("data.path" if label is None else "data.label", problem, remedy)
+        raise FedgenError("data.path", problem, remedy)
     person_column = "person" if person is None else person
     clients = number_names(row["client"] for row in rows) if "client" in rows[0] else {}
-    numbers, labels = number_labels(str(table), rows, None if label is None else columns, named)
+    numbers, labels = number_labels(
+        str(table), rows, None if label is None else columns, label_names
+    )
     home, seen = table.parent.resolve(), set()
     records = []
-    for number, (row, of_label) in enumerate(zip(rows, numbers, strict=True), 2):
+    for number, (row, label_number) in enumerate(zip(rows, numbers, strict=True), 2):
         path, split = PurePosixPath(row["path"]), row.get("split", "")
         where = f"{table}, line {number}: {row['path'][:_LONG]!r}"
         if path.is_absolute() or ".." in path.parts or "\0" in row["path"] or not path.parts:
@@ -108,7 +112,7 @@ def read_listing(
         if not exists:
             raise FedgenError("data.path", f"{where} is not a file", "remove the line")
         if really in seen:
-            problem = f"{where} is named more than once"
+            problem = f"{where} is label_names more than once"
             raise FedgenError("data.path", problem, "list each image once")
         seen.add(really)
         if split not in SPLITS:
@@ -122,7 +126,7 @@ def read_listing(
                 table.parent / path,
                 str(path),
                 clients.get(row.get("client", ""), 0),
-                of_label,
+                label_number,
                 SPLITS[split],
                 row.get(person_column, ""),
             )
@@ -136,14 +140,14 @@ def number_labels(
     where: str,
     rows: Sequence[Mapping[str, str]],
     columns: Sequence[str] | None,
-    named: Sequence[str] | None,
+    label_names: Sequence[str] | None,
 ) -> tuple[list[int], list[str]]:
     """Return the label of each row, and the public names of all labels.
 
     Args:
-        columns: a column of names; or columns of 0 and 1, which are combined
-            (``labels.combine``): several, or one without ``named``. None: the column ``label``.
-        named: names of the labels.
+        columns: a column of names; or binary columns, which are combined (``labels.combine``):
+            several, or one without ``label_names``. None: the column ``label``.
+        label_names: names of the labels.
 
     Settings alone decide how columns are read: if values did, one record could change the labels
     of others.
@@ -152,16 +156,16 @@ def number_labels(
         FedgenError: for invalid labels.
     """
     column = columns[0] if columns else "label"
-    if columns and (len(columns) > 1 or named is None):
+    if columns and (len(columns) > 1 or label_names is None):
         bits = [[_BITS.get(row[name].casefold(), -1) for name in columns] for row in rows]
-        combined, names = combine(where, columns, np.array(bits), named)
+        combined, names = combine(where, columns, np.array(bits), label_names)
         return combined.tolist(), names
-    if named is None:
+    if label_names is None:
         label_names = sort_names(row[column] for row in rows)
         examples = ",".join(name[:_LONG] for name in label_names[:_SHOWN])
         problem = f"is not set: labels are public, and not derived from {where}"
         raise FedgenError("data.labels", problem, f"e.g. data.labels=[{examples}]")
-    labels = infer_names({row[column] for row in rows}, named)
+    labels = infer_names({row[column] for row in rows}, label_names)
     index = {name: number for number, name in enumerate(labels)}
     return [index[row[column]] for row in rows], labels
 

@@ -7,8 +7,8 @@ one sample.
 | ``KEY.cls`` | name or number of the label |
 | ``KEY.json`` | an object with ``label``, and optionally ``client`` and ``person`` |
 
-A record is identified by its key, which is unique in all files. If the names of archives start with
-``train`` and ``test``, these are the splits. Archives may be untrusted.
+A record is identified by its key, which is unique across archives. If archives are named
+``train*.tar`` and ``test*.tar``, these are the splits. Archives may be untrusted.
 """
 
 from __future__ import annotations
@@ -53,36 +53,42 @@ class TarMember:
 
 def read_archives(
     archives: Sequence[Path],
-    named: Sequence[str] | None,
+    label_names: Sequence[str] | None,
     label: str | Sequence[str] | None = None,
     person: str | None = None,
 ) -> Listing:
     """Return the records of tar files.
 
     Args:
-        named: names of labels; see ``tables.number_labels``.
-        label: field of ``.json``, or fields of 0 and 1; None: ``.cls``, or else the field
+        label_names: names of labels; see ``tables.number_labels``.
+        label: field of ``.json``, or binary fields; None: ``.cls``, or else the field
             ``label``.
-        person: field of persons, if samples have it; None: ``person``.
+        person: field of persons; ignored if samples do not have it. None: ``person``.
 
     Raises:
         FedgenError: for the first problem.
     """
-    rows, files, splits = _samples(archives)
+    rows, files, splits = _read_samples(archives)
     columns = [label] if isinstance(label, str) else list(label or ["label"])
     for column in columns:
         if lacking := [key for key, row in rows.items() if not row.get(column)]:
             problem = f"{len(lacking)} of {len(rows)} samples have no {column}: {shorten(lacking)}"
+            known = ", ".join(sorted({name[:_LONG] for row in rows.values() for name in row})[:20])
+            if label is not None:
+                raise FedgenError("data.label", problem, f"choose from {known}")
             remedy = "add KEY.cls or KEY.json to each, or name a field of KEY.json in data.label"
             raise FedgenError("data.path", problem, remedy)
     where, all_rows = str(archives[0].parent), list(rows.values())
-    numbers, labels = number_labels(where, all_rows, None if label is None else columns, named)
+    numbers, labels = number_labels(
+        where, all_rows, None if label is None else columns, label_names
+    )
     person_field = "person" if person is None else person
     for field in ("client", person_field):
         lacking = [key for key, row in rows.items() if not row.get(field)]
         if 0 < len(lacking) < len(rows):
             problem = f"{len(lacking)} of {len(rows)} samples have no {field}: {shorten(lacking)}"
-            raise FedgenError("data.path", problem, "add it to each")
+            remedy = f'add "{field}" to KEY.json of each sample, or of none'
+            raise FedgenError("data.path", problem, remedy)
     clients = number_names(row["client"] for row in all_rows if "client" in row)
     records = [
         Record(
@@ -104,7 +110,7 @@ def read_archives(
 _MAX_UNREAD = 20  # names per line
 
 
-def _samples(
+def _read_samples(
     archives: Sequence[Path],
 ) -> tuple[dict[str, dict[str, str]], dict[str, TarMember], dict[str, bool | None]]:
     """Return fields, image and split of each sample, by key."""
@@ -129,15 +135,17 @@ def _samples(
                     raise FedgenError("data.path", problem, remedy)
                 images[key] = member
                 continue
-            text = _text(archive, name, member)
+            text = _read_text(archive, name, member)
             row.update(
-                {"label": text.strip()} if kind.lower() == "cls" else _fields(archive, name, text)
+                {"label": text.strip()}
+                if kind.lower() == "cls"
+                else _parse_fields(archive, name, text)
             )
     if lacking := [key for key in rows if key not in images]:
         problem = f"{len(lacking)} of {len(rows)} samples have no image: {shorten(lacking)}"
         raise FedgenError("data.path", problem, "add KEY.png, or remove them")
     if not rows:
-        raise FedgenError("data.path", f"{archives[0]} has no images", "give some")
+        raise FedgenError("data.path", f"{archives[0]} has no images", "add KEY.png and KEY.cls")
     tests = {archive: _split_of(archive) for archive in archives}
     has_test = {True, False} <= set(tests.values())
     return rows, images, {key: tests[archive_of[key]] if has_test else None for key in rows}
@@ -162,35 +170,38 @@ def _members(archive: Path) -> Iterator[tuple[str, TarMember]]:
                 hidden = PurePosixPath(member.name).name.startswith((".", "__"))
                 if not member.isfile() or hidden:
                     continue
-                if member.size > _MAX_IMAGE or count >= _MAX_FILES or member.issparse():
-                    problem = f"{archive}: {member.name[:_LONG]!r} is too large, or one too many"
-                    raise FedgenError("data.path", problem, "take part of it")
+                if count >= _MAX_FILES:
+                    problem = f"{archive} has more than {_MAX_FILES:,} files"
+                    raise FedgenError("data.path", problem, "split it")
+                if member.size > _MAX_IMAGE or member.issparse():
+                    problem = f"{archive}: {member.name[:_LONG]!r} exceeds 1 GB, or is sparse"
+                    raise FedgenError("data.path", problem, "remove it")
                 yield member.name, TarMember(archive, member.name, member.offset_data, member.size)
     except (OSError, tarfile.TarError, ValueError) as error:
-        problem = f"{archive} is no readable tar file ({type(error).__name__})"
-        raise FedgenError("data.path", problem, "write it anew, without compression") from error
+        problem = f"{archive} is not a readable tar file ({type(error).__name__})"
+        raise FedgenError("data.path", problem, "recreate it without compression") from error
 
 
-def _text(archive: Path, name: str, member: TarMember) -> str:
+def _read_text(archive: Path, name: str, member: TarMember) -> str:
     if member.size > _MAX_TEXT:
         problem = f"{archive}: {name[:_LONG]!r} has more than {_MAX_TEXT:,} bytes"
-        raise FedgenError("data.path", problem, "remove what is not a label")
+        raise FedgenError("data.path", problem, "keep label, client and person only")
     try:
         return member.open("rb").read().decode("utf-8")
     except UnicodeDecodeError as error:
         problem = f"{archive}: {name[:_LONG]!r} is not UTF-8"
-        raise FedgenError("data.path", problem, "write it anew") from error
+        raise FedgenError("data.path", problem, "save it as UTF-8") from error
 
 
-def _fields(archive: Path, name: str, text: str) -> Mapping[str, str]:
+def _parse_fields(archive: Path, name: str, text: str) -> Mapping[str, str]:
     """Return the texts and numbers in a JSON object, as text."""
     try:
         fields = parse_json(text)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        problem = f"{archive}: {name[:_LONG]!r} is no JSON object"
-        raise FedgenError("data.path", problem, "write it anew")
+        problem = f"{archive}: {name[:_LONG]!r} is not a JSON object"
+        raise FedgenError("data.path", problem, 'write e.g. {"label": 0}')
     kinds = (str, int, float)
     return {key: _as_text(value) for key, value in fields.items() if isinstance(value, kinds)}
 

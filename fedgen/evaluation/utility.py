@@ -135,8 +135,8 @@ def train_classifier(
     return net.eval()
 
 
-def reduced(images: Images, side: int | None) -> Images:
-    """Return images (n, channels, h, w) of at most ``side`` pixels, as averages of areas."""
+def downsample(images: Images, side: int | None) -> Images:
+    """Return images (n, channels, h, w) averaged to ``side`` x ``side`` pixels, if larger."""
     if side is None or max(images.shape[2:]) <= side:
         return images
     parts = np.array_split(images, -(-len(images) // _CHUNK) or 1)
@@ -145,8 +145,8 @@ def reduced(images: Images, side: int | None) -> Images:
 
 
 def expected_seconds(fits: Sequence[Fit]) -> float:
-    """Return roughly how long classifiers take, if each trains for all of its epochs, by the time
-    of a step of ``cnn``. Others are fast, or unknown."""
+    """Estimate the training time of the networks among classifiers in seconds, from the time of one
+    step, if each trains for all of its epochs. Others count as 0."""
     networks = [fit for fit in fits if fit.epochs and not fit.is_cached]
     if not networks:
         return 0.0
@@ -207,7 +207,7 @@ class Fit:
 
     @property
     def is_cached(self) -> bool:
-        """Whether its scores are known."""
+        """Whether the scores are cached."""
         return self.cache_file is not None and self.cache_file.exists()
 
     def scores(self) -> dict[str, Scores]:

@@ -32,8 +32,8 @@ from fedgen.evaluation.utility import (
     Labels,
     Scores,
     all_scores,
+    downsample,
     expected_seconds,
-    reduced,
     summary,
 )
 from fedgen.methods.api import Tensors
@@ -47,7 +47,7 @@ from fedgen.storage.io import cache, digest, temporary_path
 from fedgen.storage.run_dir import RunDir
 
 LabelledImages = tuple[Images, Labels]
-_LONG = 60  # seconds of an evaluation that is announced
+_ANNOUNCE_AFTER_SECONDS = 60  # seconds of an evaluation that is announced
 
 
 JUDGED = (
@@ -108,11 +108,13 @@ def check_test_split(evaluation: DictConfig, data: Dataset, distinct: int | None
     """Raise FedgenError if the test split is empty, or too small for an inception score.
 
     Args:
-        distinct: number of distinct images if samples repeat a set; they are not judged.
+        distinct: number of distinct images if samples repeat a fixed set, which is not judged.
     """
     if validation.min_samples(evaluation) and not len(data.test_images):
         problem = "needs test images, and the test split is empty"
-        remedy = "add a folder test/ or a column split, or set evaluation=none"
+        remedy = (
+            "provide test images (folder test/, column split, test*.tar), or set evaluation=none"
+        )
         raise FedgenError("evaluation", problem, remedy)
     if evaluation.judge and distinct is None and len(data.test_images) < PARTS:
         problem = f"needs at least {PARTS} test images, the data set has {len(data.test_images)}"
@@ -174,7 +176,7 @@ def utilities(
 ) -> dict[str, Any]:
     """Return gen2real, and if ``real``, the accuracy of the same classifiers trained on as many
     real images, on the test split (``real2real``) and, for those in ``evaluation.real2gen``, on
-    samples (``real2gen``). Images larger than ``evaluation.max_side`` are reduced for all.
+    samples (``real2gen``). Images larger than ``evaluation.max_side`` are downsample for all.
     Scores are cached, so that an interrupted evaluation resumes."""
     classifiers = {
         str(name): classifier
@@ -184,17 +186,17 @@ def utilities(
     side = evaluation.get("max_side")
     order = torch.randperm(len(data.labels), generator=streams.public("real")).numpy()
     chosen = order[: len(samples[1])]
-    rows = reduced(data.images[chosen], side), data.labels[chosen]
-    test = reduced(data.test_images, side), data.test_labels
-    samples = reduced(samples[0], side), samples[1]
+    rows = downsample(data.images[chosen], side), data.labels[chosen]
+    test = downsample(data.test_images, side), data.test_labels
+    samples = downsample(samples[0], side), samples[1]
 
     def fit(name: str, seed: int, train: LabelledImages, **tests: LabelledImages) -> Fit:
         cache_file = None
         if not is_extension(classifiers[name].type):  # its code may change
             settings = OmegaConf.to_container(classifiers[name], resolve=True)
             tested = [array for judged in tests.values() for array in judged]
-            facts = settings, seed, data.classes, list(tests), _code_digest()
-            name_of_result = data_digest(*facts, *train, *tested)
+            inputs = settings, seed, data.classes, list(tests), _code_digest()
+            name_of_result = data_digest(*inputs, *train, *tested)
             cache_file = cache() / "classifiers" / f"{name_of_result}.json"
         classifier = build(classifiers[name], f"evaluation.classifiers.{name}")
         return Fit(name, classifier, train, tests, data.classes, seed, cache_file)
@@ -211,11 +213,11 @@ def utilities(
     ]  # a single label trains no classifier
     jobs = min(evaluation.jobs or os.cpu_count() or 1, max(len(fits), 1))
     if fits:
-        if (seconds := expected_seconds(fits) / jobs) > _LONG:
-            part = "; an interrupted evaluation keeps finished classifiers" if real else ""
+        if (seconds := expected_seconds(fits) / jobs) > _ANNOUNCE_AFTER_SECONDS:
+            note = "; an interrupted evaluation keeps finished classifiers" if real else ""
             progress.say(
                 f"evaluation of {len(samples[0]):,} samples by {', '.join(classifiers)}: about "
-                f"{seconds / 60:.0f} minutes{part}"
+                f"{seconds / 60:.0f} minutes{note}"
             )
         progress.show("evaluation", 0, len(fits), f"{fits[0].name}, of {len(samples[0]):,} samples")
     scores: dict[tuple[str, str], list[Scores]] = {}

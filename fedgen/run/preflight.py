@@ -49,14 +49,13 @@ def unread_columns(dataset: Dataset) -> list[str]:
 
 
 def person_warnings(dataset: Dataset) -> list[str]:
-    """Warn of images that may show one person together, of whom nothing is known, and of persons
-    that are probably wrong."""
-    if not dataset.likely_persons:
-        return list(dataset.person_warnings)
-    setting = f"data.person={to_override_value(dataset.likely_persons)}"
+    """Warn if images may share a person and persons are not given, or if they look implausible."""
+    if not dataset.suggested_person:
+        return list(dataset.data_warnings)
+    setting = f"data.person={to_override_value(dataset.suggested_person)}"
     return [
-        "several images may show one person, who is protected less than single images: name "
-        f"the person in each, e.g. {shell_quote([setting])}"
+        "several images may show one person, who is protected less than single images: set "
+        f"{shell_quote([setting])} or another"
     ]
 
 

@@ -225,6 +225,7 @@ def test_a_failed_run_fails_the_benchmark_and_no_other_run(
 @pytest.mark.parametrize(
     ("words", "key", "problem"),
     [
+        ([], "matrix", "choose digits, femnist, hour, mnist, or a FILE.yaml"),
         (["matrix=digts"], "matrix", "did you mean digits"),
         (["matrix=no.yaml"], "matrix", "cannot be read"),
         (["methods=[dp_murf]"], "methods", "there is no"),
@@ -239,6 +240,8 @@ def test_a_failed_run_fails_the_benchmark_and_no_other_run(
 def test_invalid_settings_are_refused(
     words: list[str], key: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if words and not words[0].startswith("matrix="):
+        words = ["matrix=digits", *words]
     assert cli.run(["benchmark", *words, f"run_dir={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"fedgen: {key}: ")

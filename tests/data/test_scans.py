@@ -1,4 +1,4 @@
-"""Clinical images: intensities, orientation and persons, or one line."""
+"""Clinical images, persons, labels and archives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tiny import STREAMS, tiny
 from fedgen import cli
 from fedgen.data.datasets import Dataset
 from fedgen.data.folders import folder
-from fedgen.data.images import Reading, read_images
+from fedgen.data.images import ReadOptions, read_images
 from fedgen.data.scans import apply_window
 from fedgen.data.tables import number_labels
 from fedgen.errors import FedgenError
@@ -50,7 +50,9 @@ def pixels(file: pydicom.FileDataset | bytes, **settings: Any) -> NDArray[np.uin
     else:
         pydicom.dcmwrite(stream, file, enforce_file_format=True)
     stream.seek(0)
-    return read_images("here", [("a file", stream)], Reading(several=True, **settings)).images
+    return read_images(
+        "here", [("a file", stream)], ReadOptions(allow_multiple=True, **settings)
+    ).images
 
 
 # --- windows ------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def test_a_public_window_replaces_that_of_the_file() -> None:
 
 
 @kills("fedgen/data/scans.py", "images = [255 - image for image in images]", "pass")
-def test_dark_and_light_are_exchanged_where_the_file_says_so() -> None:
+def test_monochrome1_is_inverted() -> None:
     window = {"WindowCenter": 2048, "WindowWidth": 4096}
     inverse = dicom(STORED, PhotometricInterpretation="MONOCHROME1", **window)
     assert (pixels(inverse) == 255 - pixels(dicom(STORED, **window))).all()
@@ -121,7 +123,7 @@ def test_frames_have_their_own_windows() -> None:
         assert (image[0] == apply_window(values, (center - 0.5, 399))).all()
 
 
-def test_a_table_of_values_takes_the_place_of_a_window() -> None:
+def test_a_voi_lookup_table_replaces_the_window() -> None:
     table = Item()
     table.LUTDescriptor, table.LUTData = [4096, 0, 16], list(range(0, 65536, 16))
     table["LUTDescriptor"].VR, table["LUTData"].VR = "US", "US"
@@ -260,18 +262,25 @@ def deflated() -> bytes:
     return stream.getvalue()
 
 
-def stated(rows: int, frames: int) -> bytes:
-    """Return a file that states more than it has."""
+def dicom_of_stated_size(rows: int, frames: int) -> bytes:
+    """Return a DICOM file with a header that states another size."""
     stream = io.BytesIO()
     file = dicom(STORED, Rows=rows, Columns=rows, NumberOfFrames=frames, WindowWidth=9)
     pydicom.dcmwrite(stream, file, enforce_file_format=True)
     return stream.getvalue()
 
 
-BAD = {
-    "without a window": (dicom(STORED), "set data.window="),
-    "signed without a window": (dicom(SIGNED), "set data.window="),
-    "volume without a window": (nifti((8, 8, 8), bytes(1024), 4), "set data.window="),
+INVALID_FILES = {
+    "an invalid window": (
+        dicom(STORED, WindowCenter=1, WindowWidth=0, VOILUTFunction="LINEAR"),
+        "has an invalid window: a file; set data.window=",
+    ),
+    "without a window": (dicom(STORED), "with data=folder set data.window="),
+    "signed without a window": (dicom(SIGNED), "with data=folder set data.window="),
+    "volume without a window": (
+        nifti((8, 8, 8), bytes(1024), 4),
+        "with data=folder set data.window=",
+    ),
     "colours of 16 bits": (
         dicom(np.zeros((8, 8, 3), np.uint16), BitsStored=16, HighBit=15),
         "colours of more than 8 bits",
@@ -280,24 +289,30 @@ BAD = {
     "two dimensions": (nifti((8, 8), bytes(64)), "not one volume of grey values"),
     "voxels in colour": (nifti((8, 8, 8), bytes(1536), 128), "not one volume of grey values"),
     "complex voxels": (nifti((8, 8, 8), bytes(4096), 32), "not one volume of grey values"),
-    "too many slices": (nifti((1, 1, 30000), bytes(30000)), "too many images in a file"),
-    "too many small frames": (stated(1, 10000), "too many images in a file"),
-    "too large a frame": (stated(11584, 1), "more than"),
+    "too many slices": (
+        nifti((1, 1, 30000), bytes(30000)),
+        "too large: a file; resize or split them",
+    ),
+    "too many small frames": (
+        dicom_of_stated_size(1, 10000),
+        "too large: a file; resize or split them",
+    ),
+    "too large a frame": (dicom_of_stated_size(11584, 1), "too large"),
     "PGM of 12 bits": (b"P5 8 8 4095\n" + bytes(128), "save them as PNG or TIFF"),
     "too few bytes": (nifti((8, 8, 8), bytes(100)), "cannot be read"),
-    "too many voxels": (nifti((30000, 30000, 8)), "more than"),
-    "more than a gzip file may hold": (gzip.compress(nifti((30000, 30000, 8))), "more than"),
-    "too many frames": (stated(65535, 10**6), "more than"),
-    "fewer pixels than stated": (stated(1024, 1), "cannot be read"),
-    "deflated": (deflated(), "compressed in a way"),
+    "too many voxels": (nifti((30000, 30000, 8)), "too large"),
+    "more than a gzip file may hold": (gzip.compress(nifti((30000, 30000, 8))), "too large"),
+    "too many frames": (dicom_of_stated_size(65535, 10**6), "too large"),
+    "fewer pixels than stated": (dicom_of_stated_size(1024, 1), "cannot be read"),
+    "deflated": (deflated(), "deflated DICOM files: a file; save them uncompressed"),
     "only a preamble": (b"\0" * 128 + b"DICM", "cannot be read"),
     "gzip of something else": (gzip.compress(b"hello"), "cannot be read"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_other_files_are_one_line(case: str) -> None:
-    file, why = BAD[case]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_files_are_one_line(case: str) -> None:
+    file, why = INVALID_FILES[case]
     with pytest.raises(FedgenError, match=why) as error, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pixels(file)
@@ -310,7 +325,7 @@ def test_other_files_are_one_line(case: str) -> None:
     "plain.read()",
 )
 def test_a_small_file_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gigabyte of zeros after a volume of half a kilobyte is not unpacked."""
+    """16 MB of zeros after a volume of half a kilobyte is not unpacked."""
     file = gzip.compress(nifti((8, 8, 8), bytes(2**24)), 1)
     read_bytes = []
     real = gzip.GzipFile.read
@@ -321,19 +336,19 @@ def test_a_small_file_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(read_bytes) < 10_000
 
 
-def written(file: pydicom.FileDataset) -> bytes:
+def dicom_bytes(file: pydicom.FileDataset) -> bytes:
     stream = io.BytesIO()
     pydicom.dcmwrite(stream, file, enforce_file_format=True)
     return stream.getvalue()
 
 
-DICOM = written(dicom(STORED, "P1", WindowCenter=2048, WindowWidth=4096))
+DICOM = dicom_bytes(dicom(STORED, "P1", WindowCenter=2048, WindowWidth=4096))
 NIFTI = nifti((8, 8, 8), bytes(range(256)) * 2)
 
 
 @given(st.sampled_from([DICOM, NIFTI]), st.data())
 def test_damaged_files_are_refused_or_read(file: bytes, data: st.DataObject) -> None:
-    """Whatever the damage: no other error, and no endless work."""
+    """Damaged files raise FedgenError only."""
     damaged = bytearray(file[: data.draw(st.integers(133, len(file)))])
     for place in data.draw(st.lists(st.integers(0, min(len(damaged), 700) - 1), max_size=4)):
         damaged[place] = data.draw(st.integers(0, 255))
@@ -368,7 +383,7 @@ def groups(data: Dataset) -> set[tuple[int, ...]]:
     "fedgen/data/folders.py", "if record.person else (record.name,)", "if False else (record.name,)"
 )
 def test_persons_by_the_names_of_files_and_of_folders(tmp_path: Path) -> None:
-    """All images of a person are to train on, or all are to test on."""
+    """Each person is entirely in one split."""
     expected = {tuple(range(n + 1, 61, 20)) for n in range(20)}
     images_of_persons(tmp_path / "files")
     images_of_persons(tmp_path / "folders", "{label}/{person}/study/series {n}/{n}.png")
@@ -389,14 +404,16 @@ def test_persons_by_a_tag(tmp_path: Path) -> None:
     data = read(tmp_path, person="tag:PatientID", labels=["ill", "well"])
     assert len(data.labels) + len(data.test_labels) == 80 and len(data.labels) % 8 == 0
     assert all(len(group) == 8 for group in groups(data))
-    assert read(tmp_path, labels=["ill", "well"]).likely_persons == "tag:PatientID"
-    with pytest.raises(FedgenError, match="folders of scans may bear names of patients: ill, well"):
+    assert read(tmp_path, labels=["ill", "well"]).suggested_person == "tag:PatientID"
+    with pytest.raises(FedgenError, match="names of folders may identify patients: ill, well"):
         read(tmp_path, person="tag:PatientID")
     with pytest.raises(FedgenError, match="there is no DICOM tag 'Patient'"):
         read(tmp_path, person="tag:Patient")
     save_dicom(tmp_path / "ill" / "nobody", STORED[:8, :8], WindowCenter=1, WindowWidth=9)
     images_of_persons(tmp_path, count=1)
-    with pytest.raises(FedgenError, match=r"2 of 42 files have no DICOM tag PatientID: .*nobody"):
+    with pytest.raises(
+        FedgenError, match=r"2 of 42 files have no value for the DICOM tag PatientID: .*nobody"
+    ):
         read(tmp_path, person="tag:PatientID", labels=["ill", "well"])
 
 
@@ -416,7 +433,7 @@ def test_folders_of_clients_labels_and_persons(split: str, tmp_path: Path) -> No
     data = read(tmp_path, person="folder", labels=["ill", "well"])
     assert data.writers is not None and len(set(data.writers.tolist())) == 2
     assert all(len(group) == 6 for group in groups(data))
-    with pytest.raises(FedgenError, match="is not set: with folders of persons"):
+    with pytest.raises(FedgenError, match=r"is required with data.person=folder"):
         read(tmp_path, person="folder")
 
 
@@ -425,8 +442,8 @@ def test_folders_that_are_probably_persons_are_reported(tmp_path: Path) -> None:
         path = tmp_path / ("ill", "well")[n % 2] / f"Erika {n % 20}" / f"{n}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), n + 1).save(path)
-    [warning] = read(tmp_path).person_warnings
-    assert "labels, or persons? For LABEL/PERSON/ set data.person=folder" in warning
+    [warning] = read(tmp_path).data_warnings
+    assert "look like persons: for LABEL/PERSON/ set data.person=folder" in warning
 
 
 def test_persons_that_are_probably_wrong_are_reported(tmp_path: Path) -> None:
@@ -435,9 +452,9 @@ def test_persons_that_are_probably_wrong_are_reported(tmp_path: Path) -> None:
         path = tmp_path / ("train", "test")[n % 3 == 2] / "a" / f"P{n % 10}_{n}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (8, 8), n + 1).save(path)
-    [warning] = read(tmp_path, person="^(P[0-9])").person_warnings
+    [warning] = read(tmp_path, person="^(P[0-9])").data_warnings
     assert warning.startswith("10 persons have images in both splits")
-    first, _ = read(tmp_path, person="^(P)").person_warnings
+    first, _ = read(tmp_path, person="^(P)").data_warnings
     assert first.startswith("all images are of one person")
 
 
@@ -460,18 +477,18 @@ def test_links_to_a_file_that_is_listed_are_refused(tmp_path: Path) -> None:
         read(tmp_path, person="folder", labels=["ill", "well"])
 
 
-def test_a_training_split_without_images_is_one_line(tmp_path: Path) -> None:
-    """The only person is in the test split."""
+def test_an_empty_training_split_is_one_line(tmp_path: Path) -> None:
+    """The folder train/ has none."""
     for name in ("train", "test"):
         (tmp_path / name / "a").mkdir(parents=True)
     Image.new("L", (8, 8), 9).save(tmp_path / "test" / "a" / "x.png")
-    with pytest.raises(FedgenError, match="has no images to train on, and 1 to test on"):
+    with pytest.raises(FedgenError, match="has no training images and 1 test images"):
         read(tmp_path)
 
 
 @kills("fedgen/data/datasets.py", 'b"".join(sorted(', 'str(person).encode() + b"".join(sorted(')
 def test_persons_are_held_out_as_a_whole_by_their_own_images(tmp_path: Path) -> None:
-    """Removing a person moves no other, in data of a stated size."""
+    """Removing a person moves no other, given the public number of images."""
     images_of_persons(tmp_path, "{label}/{person}_{n}.png", 200)
     whole = read(tmp_path, person="^(P[0-9]+)_")
     assert whole.persons is not None
@@ -497,25 +514,25 @@ def test_persons_are_held_out_as_a_whole_by_their_own_images(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("expression", "why"),
     [
-        ("Q", "is neither a column nor a regular expression with a group"),
-        ("(Q", "is neither a column nor a regular expression"),
-        ("(Q)", "finds no person in 60 of 60 names"),
-        (r"(\d*)", "finds no person in 60 of 60 names"),
+        ("Q", "'Q' is neither a column nor a regular expression with a group"),
+        ("(Q", r"'\(Q' is neither a column nor a regular expression"),
+        ("(Q)", "does not match 60 of 60 file names"),
+        (r"(\d*)", "does not match 60 of 60 file names"),
     ],
 )
-def test_other_expressions_are_one_line(expression: str, why: str, tmp_path: Path) -> None:
+def test_invalid_expressions_are_one_line(expression: str, why: str, tmp_path: Path) -> None:
     images_of_persons(tmp_path)
     with pytest.raises(FedgenError, match=f"data.person: {why}"):
         read(tmp_path, person=expression)
 
 
-def test_images_beside_the_folders_of_persons_are_refused(tmp_path: Path) -> None:
+def test_images_outside_the_folders_of_persons_are_refused(tmp_path: Path) -> None:
     images_of_persons(tmp_path, "{label}/{person}/{n}.png")
     images_of_persons(tmp_path, "{label}/{n}.png", 2)
     with pytest.raises(FedgenError, match=r"outside the folders of persons: .*0\.png"):
         read(tmp_path, person="folder", labels=["ill", "well"])
     images_of_persons(tmp_path / "other", "{label}/{person}/{n}.png")
-    with pytest.raises(FedgenError, match="applies to tables"):
+    with pytest.raises(FedgenError, match="does not apply to folders"):
         read(tmp_path, label="sex")
 
 
@@ -535,7 +552,7 @@ def test_names_that_look_like_persons_are_reported(
     """With a setting that the check then accepts."""
     images_of_persons(tmp_path, name)
     data = read(tmp_path)
-    assert data.likely_persons == hint
+    assert data.suggested_person == hint
     if not hint:
         return
     asked = ["data", "check", "data=folder", f"data.path={tmp_path}"]
@@ -550,7 +567,7 @@ def test_names_that_look_like_persons_are_reported(
     "if validation.min_samples(evaluation) and not len(data.test_images):",
     "if False:",
 )
-def test_a_test_split_without_images_is_one_line(
+def test_an_empty_test_split_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of four persons, none is chosen for it; the check proposes what training accepts."""
@@ -560,7 +577,7 @@ def test_a_test_split_without_images_is_one_line(
         Image.new("L", (8, 8), n + 1).save(path)
     words = ["data=folder", f"data.path={tmp_path}/data", "data.person='^(P[0-9])_'"]
     assert cli.run(["data", "check", *words]) == 0
-    assert "no test images: add a folder test/" in capsys.readouterr().out
+    assert "no test images: provide some (folder test/" in capsys.readouterr().out
     train = ["train", "method=mixture", *tiny("mixture"), *words, "data.public_rows=40"]
     asked = [*train, "evaluation=quick", f"run_dir={tmp_path}/run"]
     assert cli.run(asked) == 2
@@ -605,19 +622,19 @@ def test_labels_of_medmnist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "labels", "why"),
     [
-        (14, None, "without column 14"),
-        ([0, 0], None, "combines 0, 0"),
-        ([0, 1, 2, 3, 4], None, "at most 4"),
+        (14, None, "choose columns from 0 to 13"),
+        ([0, 0], None, "lists 0, 0"),
+        ([0, 1, 2, 3, 4], None, "at most 4 columns"),
         ("effusion", None, "columns of an .npz have no names"),
-        ([0, 1], ["a", "b"], "names 2 labels, but 0, 1 have 4 combinations"),
+        ([0, 1], ["a", "b"], "has 2 names, but the columns 0, 1 have 4 combinations"),
     ],
 )
-def test_other_columns_are_one_line(label: Any, labels: Any, why: str, tmp_path: Path) -> None:
+def test_invalid_columns_are_one_line(label: Any, labels: Any, why: str, tmp_path: Path) -> None:
     medmnist(tmp_path / "x.npz", FINDINGS)
     with pytest.raises(FedgenError, match=why):
         read(tmp_path / "x.npz", label=label, labels=labels)
     medmnist(tmp_path / "x.npz", FINDINGS + 1)
-    with pytest.raises(FedgenError, match="values other than 0 and 1"):
+    with pytest.raises(FedgenError, match="contain values other than 0 and 1"):
         read(tmp_path / "x.npz", label=0)
 
 
@@ -641,11 +658,13 @@ def test_columns_of_a_table_are_chosen(tmp_path: Path) -> None:
     assert data.unread_columns == ("site",)
     assert read(path, label="nodule").names == ("no nodule", "nodule")
     assert read(path, label="site", labels=["a", "b"]).names == ("a", "b")
-    with pytest.raises(FedgenError, match="site have values other than 0 and 1; name the labels"):
+    with pytest.raises(
+        FedgenError, match=r"site contain values other than 0 and 1; .* data.labels names"
+    ):
         read(path, label="site")
     with pytest.raises(FedgenError, match=r"data\.label: .* has no column age"):
         read(path, label="age")
-    with pytest.raises(FedgenError, match="effusion, site have values other than 0 and 1"):
+    with pytest.raises(FedgenError, match="effusion, site contain values other than 0 and 1"):
         read(path, label=["effusion", "site"])
 
 
@@ -662,6 +681,26 @@ def test_a_record_does_not_change_the_labels_of_others(values: list[str], added:
         numbers, names = number_labels("x", rows, ["grade"], named)
         assert [names[number] for number in numbers] == values
         assert number_labels("x", [*rows, {"grade": added}], ["grade"], named)[0][:-1] == numbers
+
+
+def test_persons_of_other_layouts_are_one_line(tmp_path: Path) -> None:
+    """A remedy names columns that there are, and never what was rejected."""
+    path = table(tmp_path)
+    with pytest.raises(FedgenError, match="cannot be folder: only folders of images"):
+        read(path, label="nodule", person="folder")
+    with pytest.raises(FedgenError, match=r"'pat' is neither .* name a column, e\.g\. .*patient"):
+        read(path, label="nodule", person="pat")
+    with pytest.raises(FedgenError, match=r"data\.label: .* has no column nod; choose from 'path'"):
+        read(path, label="nod")
+    medmnist(tmp_path / "x.npz", FINDINGS)
+    with pytest.raises(FedgenError, match=r"data\.person: does not apply to an \.npz"):
+        read(tmp_path / "x.npz", label=0, person="patient")
+    (tmp_path / "x.tar.gz").write_bytes(b"")
+    with pytest.raises(FedgenError, match=r"is compressed; decompress it to \.tar"):
+        read(tmp_path / "x.tar.gz")
+    save_tar(tmp_path / "x.tar", {"a": sample(1)})
+    with pytest.raises(FedgenError, match=r"data\.label: .* have no finding: a; choose from label"):
+        read(tmp_path / "x.tar", label="finding")
 
 
 # --- archives -------------------------------------------------------------------------------------
@@ -702,14 +741,14 @@ def test_archives_of_samples(tmp_path: Path) -> None:
         ({"a/1": {"png": b"", "cls": b"7"}}, "lacks labels of the data: 7"),
         ({"a/1": {"png": b"", "cls": b"1"}}, r"cannot be read as images: .*a/1\.png"),
         ({"a/1": {"png": b"", "jpg": b"", "cls": b"1"}}, "a/1 has several images"),
-        ({"a/1": {"png": b"", "json": b"["}}, "is no JSON object"),
-        ({"a/1": {"png": b"", "json": b"[" * 10**4}}, "is no JSON object"),
+        ({"a/1": {"png": b"", "json": b"["}}, "is not a JSON object"),
+        ({"a/1": {"png": b"", "json": b"[" * 10**4}}, "is not a JSON object"),
         ({"a/1": {"png": b"", "cls": b"\xff"}}, "is not UTF-8"),
         ({"a/1": {"png": b"", "cls": b"1" * 10**5}}, "has more than 65,536 bytes"),
         ({"a/1": sample(1, person="P")}, "2 of 3 samples have no person"),
     ],
 )
-def test_other_archives_are_one_line(change: Any, why: str, tmp_path: Path) -> None:
+def test_invalid_archives_are_one_line(change: Any, why: str, tmp_path: Path) -> None:
     save_tar(tmp_path / "x.tar", {f"b/{n}": sample(n) for n in range(2)} | change)
     with pytest.raises(FedgenError, match=why):
         read(tmp_path / "x.tar", labels=["0", "1"])
@@ -717,7 +756,7 @@ def test_other_archives_are_one_line(change: Any, why: str, tmp_path: Path) -> N
 
 def test_unreadable_archives_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"\0" * 100)
-    with pytest.raises(FedgenError, match="no readable tar file"):
+    with pytest.raises(FedgenError, match="not a readable tar file"):
         read(tmp_path / "x.tar", classes=2)
     for at in range(2):
         save_tar(tmp_path / "two" / f"{at}.tar", {"b/1": sample(1)})
@@ -778,10 +817,10 @@ def archive(place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [ct, mr, tiff, npz_classes, npz_findings, archive])
-def test_one_command_leads_to_a_generator(
+def test_training_writes_no_names_of_persons(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of persons where they are known, whose names are nowhere in the run or its output."""
+    """For each format, in one command."""
     words = make(tmp_path / "data")
     persons = [] if "privacy.unit=record" in words else ["privacy.images_per_person=2"]
     unit = "person" if persons else "record"

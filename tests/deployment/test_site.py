@@ -107,8 +107,8 @@ def test_an_allowed_run_is_prepared_by_the_site(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("clients", [1, 3])
 def test_a_site_bounds_its_own_persons(clients: int, tmp_path: Path) -> None:
-    """The coordinator states how many images of a person count; the site chooses them, and accounts
-    for persons. Without persons, it refuses."""
+    """The coordinator sets the limit of images per person; the site selects them and accounts per
+    person. It refuses if its data have no persons."""
     words = [f"partition.clients={clients}", "privacy.unit=person", "privacy.images_per_person=2"]
     if clients == 1:
         words.append("privacy.aggregation=local")

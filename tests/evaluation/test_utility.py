@@ -22,8 +22,8 @@ from fedgen.evaluation.utility import (
     Scores,
     all_scores,
     cnn,
+    downsample,
     expected_seconds,
-    reduced,
     scikit,
     summary,
 )
@@ -156,7 +156,7 @@ def test_a_run_trains_on_real_images_once(
 def test_an_interrupted_evaluation_keeps_finished_classifiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run can be released before, and resumes with the classifiers that remain."""
+    """The trained run can be released, and resumes with the classifiers that remain."""
     monkeypatch.setenv("FEDGEN_CACHE", str(tmp_path / "cache"))
     words = ["rounds=1", "evaluation=quick", "evaluation.samples=60"]
     words.append("evaluation.classifiers.cnn.epochs=1")
@@ -180,11 +180,11 @@ def test_an_interrupted_evaluation_keeps_finished_classifiers(
 
 def test_large_images_are_reduced_for_classifiers() -> None:
     images = np.random.default_rng(0).integers(0, 256, (70, 3, 64, 64)).astype(np.uint8)
-    result = reduced(images, 32)
+    result = downsample(images, 32)
     assert result.shape == (70, 3, 32, 32) and result.dtype == np.uint8
     means = images.reshape(70, 3, 32, 2, 32, 2).mean((3, 5))
     assert np.abs(result - means).max() <= 0.5
-    assert reduced(images, None) is images and reduced(images, 64) is images
+    assert downsample(images, None) is images and downsample(images, 64) is images
 
 
 def test_the_duration_of_an_evaluation_is_estimated(tmp_path: Path) -> None:
