@@ -321,8 +321,8 @@ def test_invalid_files_are_one_line(case: str) -> None:
 
 @kills(
     "fedgen/data/scans.py",
-    "plain.read(offset + values * numbers.itemsize - len(head))",
-    "plain.read()",
+    "unzipped.read(offset + values * numbers.itemsize - len(head))",
+    "unzipped.read()",
 )
 def test_a_small_file_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 MB of zeros after a volume of half a kilobyte is not unpacked."""
