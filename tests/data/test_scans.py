@@ -670,7 +670,7 @@ def test_columns_of_a_table_are_chosen(tmp_path: Path) -> None:
 
 @kills(
     "fedgen/data/tables.py",
-    "len(columns) > 1 or named is None):",
+    "len(columns) > 1 or label_names is None):",
     "all(row[columns[0]] in _BITS for row in rows)):",
 )
 @given(st.lists(st.sampled_from("012"), min_size=1, max_size=6), st.sampled_from("012"))
