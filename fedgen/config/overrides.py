@@ -262,10 +262,20 @@ def _options_with(key: str) -> list[str]:
 
 def _suggestion(wrong: str, keys: Sequence[str]) -> list[str]:
     """Return similar settings: with the same last part, or similar spelling."""
-    word = wrong.rpartition(".")[2]
+    group, _, word = wrong.rpartition(".")
+    word = _SYNONYMS.get(word, word)
     ends = [key for key in keys if key.count(".") == 1 and key.endswith(f".{word}")]
     ends = ends or [key for key in keys if key.count(".") == 1 and key.endswith(f"_{word}")]
-    return ends[:_HINTS] or difflib.get_close_matches(wrong, keys, 1)
+    if ends:
+        return ends[:_HINTS]
+    # the name of a group that is right would make all of its settings look similar
+    siblings = {key.removeprefix(f"{group}."): key for key in keys if key.startswith(f"{group}.")}
+    if group and siblings:
+        return [siblings[near] for near in difflib.get_close_matches(word, siblings, 1)]
+    return difflib.get_close_matches(wrong, keys, 1)
+
+
+_SYNONYMS = {"lr": "learning_rate", "batch_size": "batch", "epochs": "rounds"}
 
 
 def one_line_error(error: Exception, list_keys: Callable[[], list[str]] = list) -> FedgenError:
