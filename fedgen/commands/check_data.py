@@ -14,7 +14,7 @@ from fedgen.privacy.budget import delta_problem
 from fedgen.run.preflight import (
     MIN_IMAGES,
     narrow_range,
-    person_warnings,
+    person_hints,
     rare_labels,
     unread_columns,
 )
@@ -105,7 +105,7 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
             "a person has images at several clients, and no client can protect them alone: with "
             "privacy.unit=person use partition=single"
         )
-    warnings += unread_columns(dataset) + person_warnings(dataset)
+    warnings += unread_columns(dataset) + person_hints(dataset)
     if dataset.persons is None and not dataset.suggested_person:
         warnings.append(
             "ε protects single images: several images of one person are separate records"

@@ -23,19 +23,15 @@ moves a record, and methods that protect replaced records by position refuse the
 from __future__ import annotations
 
 import os
-import re
 import unicodedata
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
 from annotated_types import Ge
-from numpy.typing import NDArray
 
 from fedgen.data.datasets import (
     Dataset,
@@ -44,27 +40,30 @@ from fedgen.data.datasets import (
     data_root,
 )
 from fedgen.data.images import (
-    MAX_SHOWN,
     Channels,
-    DecodedFiles,
     ReadOptions,
     Side,
-    is_image_name,
     read_images,
     shorten,
 )
-from fedgen.data.labels import infer_names, sort_names, validate_names
+from fedgen.data.labels import validate_names
+from fedgen.data.layouts import read_folders, visible
 from fedgen.data.npz import from_npz
-from fedgen.data.scans import PREAMBLE, Axis, Window, is_dicom, validate_tag
+from fedgen.data.persons import (
+    FOLDER,
+    TAG,
+    label_warnings,
+    match_persons,
+    person_warnings,
+    suggest_person,
+)
+from fedgen.data.scans import Axis, Window, validate_tag
 from fedgen.data.tables import TABLES, Listing, Record, number_names, read_listing
 from fedgen.data.webdataset import read_archives
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 from fedgen.storage.io import digest
 
-_LEFT_BEHIND = {"__MACOSX", "Thumbs.db", "desktop.ini", "DICOMDIR"}
-_FOLDER, _TAG = "folder", "tag:"  # values of data.person
-_PERSON_PREFIX = r"^([^_.-]*[0-9])[_-]"  # of file names such as P12_3.png
 Column = Annotated[int, Ge(0)] | str
 """Number of a column of an ``.npz``, or its name in a table or archive."""
 
@@ -120,12 +119,12 @@ def folder(
             raise FedgenError("data.person", problem, "leave it out")
         return _npz(places[0], classes, labels, label)
     columns = None if label is None else list(map(str, _columns(label)))
-    uses_tag = person is not None and person.startswith(_TAG)
-    tag = validate_tag(str(person).removeprefix(_TAG)) if uses_tag else ""
+    uses_tag = person is not None and person.startswith(TAG)
+    tag = validate_tag(str(person).removeprefix(TAG)) if uses_tag else ""
     public_labels = labels
     if labels is None and classes is not None:
         public_labels = list(map(str, range(classes)))
-    if person == _FOLDER and (archives or is_file):
+    if person == FOLDER and (archives or is_file):
         problem = "cannot be folder: only folders of images have folders of persons"
         raise FedgenError("data.person", problem, "name a column of the table, or a field")
     if archives:
@@ -136,9 +135,9 @@ def folder(
         problem = "does not apply to folders of images, which are named after labels"
         raise FedgenError("data.label", problem, "leave it out, or list the images in a table")
     else:
-        listed = _read_listings(places, labels, persons=person == _FOLDER)
+        listed = read_folders(places, labels, persons=person == FOLDER)
     if person is not None and not tag and not any(record.person for record in listed.records):
-        listed = replace(listed, records=_match_persons(listed, person))
+        listed = replace(listed, records=match_persons(listed, person))
     options = ReadOptions(size, channels, window, axis, tag, allow_multiple=True)
     are_folders = labels is None and not archives and not is_file
     return _dataset(listed, options, streams, names, are_folders)
@@ -195,24 +194,9 @@ def _dataset(
         persons[~test] if has_persons else None,
         listed.unread,
         listed.labels if with_names else None,
-        _person_warnings(records, test) if has_persons else _label_warnings(listed, are_folders),
-        "" if has_persons else _suggest_person(files, decoded),
+        person_warnings(records, test) if has_persons else label_warnings(listed, are_folders),
+        "" if has_persons else suggest_person(files, decoded),
     )
-
-
-def _person_warnings(records: Sequence[Record], test: NDArray[np.bool_]) -> tuple[str, ...]:
-    """Return warnings about implausible persons."""
-    training, tested = (
-        {r.person for r, is_test in zip(records, test, strict=True) if is_test == split}
-        for split in (False, True)
-    )
-    warnings = []
-    if len(training | tested) == 1:
-        warnings.append("all images are of one person: check data.person")
-    if both := len(training & tested):
-        persons = "a person has" if both == 1 else f"{both} persons have"
-        warnings.append(f"{persons} images in both splits: test results will be optimistic")
-    return tuple(warnings)
 
 
 def _location(files: Sequence[Record]) -> Path:
@@ -222,67 +206,13 @@ def _location(files: Sequence[Record]) -> Path:
 
 def _archives(places: Sequence[Path]) -> list[Path]:
     """Return the tar files among these places, or in the only one; empty if there are others."""
-    inside = _visible(places[0]) if len(places) == 1 and places[0].is_dir() else list(places)
+    inside = visible(places[0]) if len(places) == 1 and places[0].is_dir() else list(places)
     are_archives = all(entry.suffix == ".tar" and entry.is_file() for entry in inside)
     return inside if are_archives else []
 
 
 def _columns(label: Column | Sequence[Column]) -> Sequence[Column]:
     return [label] if isinstance(label, int | str) else label
-
-
-def _label_warnings(listed: Listing, are_folders: bool) -> tuple[str, ...]:
-    """Return a warning if folders of persons were probably taken for those of labels."""
-    few = len(listed.records) < _FEW_IMAGES * len(listed.labels)
-    if not (are_folders and listed.clients > 1 and few and len(listed.labels) >= _MANY_LABELS):
-        return ()
-    names = shorten(listed.labels[:3])
-    return (
-        f"the labels {names} and others look like persons: for LABEL/PERSON/ set "
-        "data.person=folder and data.labels=[...]",
-    )
-
-
-_FEW_IMAGES, _MANY_LABELS = 10, 10
-
-
-def _match_persons(listed: Listing, expression: str) -> list[Record]:
-    """Return the records with the person that the first group of an expression finds in the name of
-    each file.
-
-    Raises:
-        FedgenError: for an invalid expression, or files that it does not match.
-    """
-    records = listed.records
-    remedy = "give tag:KEYWORD, folder, or a regular expression with a group: '^(P[0-9]+)_'"
-    if listed.unread:
-        remedy = f"name a column, e.g. {', '.join(listed.unread)}, or give such an expression"
-    try:
-        pattern = re.compile(expression)
-    except re.error as error:
-        problem = f"{expression[:100]!r} is neither a column nor a regular expression ({error})"
-        raise FedgenError("data.person", problem, remedy) from error
-    if pattern.groups < 1:
-        problem = f"{expression[:100]!r} is neither a column nor a regular expression with a group"
-        raise FedgenError("data.person", problem, remedy)
-    matches = [pattern.search(PurePosixPath(record.name).name) for record in records]
-    persons = [match[1] if match else None for match in matches]
-    if lacking := [r.name for r, person in zip(records, persons, strict=True) if not person]:
-        problem = f"does not match {len(lacking)} of {len(records)} file names: {shorten(lacking)}"
-        raise FedgenError("data.person", problem, "change the expression, or rename the files")
-    return [replace(r, person=str(p)) for r, p in zip(records, persons, strict=True)]
-
-
-def _suggest_person(files: Sequence[Record], decoded: DecodedFiles) -> str:
-    """Return a value of ``data.person`` if several images may show one person, by the names of
-    their files or because a file contains several; else an empty text."""
-    if decoded.all_dicom:
-        return f"{_TAG}PatientID"
-    names = [PurePosixPath(record.name).name for record in files]
-    found = [match[1] for name in names if (match := re.search(_PERSON_PREFIX, name))]
-    if len(found) == len(names) and 1 < len(set(found)) < 0.9 * len(found):
-        return _PERSON_PREFIX
-    return "(.+)" if len(decoded.images) > len(files) else ""  # a person per file
 
 
 def _npz(
@@ -329,168 +259,6 @@ def _folder_path(path: str, root: str | None) -> Path:
             "give a folder, a table or an .npz, relative to the working directory",
         )
     return location
-
-
-def _visible(place: Path) -> list[Path]:
-    return sorted(
-        entry
-        for entry in place.iterdir()
-        if not entry.name.startswith(".") and entry.name not in _LEFT_BEHIND
-    )
-
-
-def _folders(place: Path) -> list[Path]:
-    folders = {entry.name: entry for entry in _visible(place) if entry.is_dir()}
-    return [folders[name] for name in sort_names(folders)]
-
-
-def _is_split(place: Path) -> bool:
-    return (place / "train").is_dir() and (place / "test").is_dir()
-
-
-def _clients(place: Path, labels: Sequence[str] | None) -> list[Path]:
-    """Return the folders of clients in a folder; the folder itself if it contains labels.
-
-    Args:
-        labels: names of the labels, which contain folders of persons; None: they contain images.
-    """
-    inside = _folders(place)
-    if _is_split(place) or not inside:
-        return [place]
-    if labels is not None:
-        names = set(map(str, labels))
-        parts = [client / "train" if _is_split(client) else client for client in inside]
-        names_below = {folder.name for part in parts for folder in _folders(part)}
-        has_label = any(folder.name in names for folder in inside)
-        return inside if names_below & names and not has_label else [place]
-    return (
-        inside
-        if all(_folders(subfolder) and not _files(subfolder) for subfolder in inside)
-        else [place]
-    )
-
-
-def _files_below(place: Path) -> list[tuple[Path, str]]:
-    """Return all files at any depth, and their paths with the name of the folder; links to folders
-    are not followed."""
-    files = [(file, f"{place.name}/{file.name}") for file in _files(place)]
-    folders = [inside for inside in _folders(place) if not inside.is_symlink()]
-    deeper = [entry for inside in folders for entry in _files_below(inside)]
-    return files + [(file, f"{place.name}/{name}") for file, name in deeper]
-
-
-def _files(place: Path) -> list[Path]:
-    return [entry for entry in _visible(place) if entry.is_file()]
-
-
-def _read_listings(
-    places: Sequence[Path], label_names: Sequence[str] | None, persons: bool
-) -> Listing:
-    """List all files of all clients.
-
-    Args:
-        label_names: names of labels; see ``labels.infer_names``.
-        persons: whether the folder of a label contains folders of persons.
-    """
-    for place in places:
-        if place.is_file():
-            raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
-    if persons and label_names is None:
-        problem = "is required with data.person=folder, to tell labels from clients and persons"
-        raise FedgenError("data.labels", problem, "name the labels, e.g. data.labels=[ill,well]")
-    homes = places if len(places) > 1 else _clients(places[0], label_names if persons else None)
-    if len({home.resolve() for home in homes}) < len(homes):
-        problem = "has one folder as two clients, and an image would be two records"
-        raise FedgenError("data.path", problem, "have each once")
-    split = [_is_split(home) for home in homes]
-    if len(set(split)) > 1:
-        without = homes[split.index(False)]
-        problem = f"{without} has no train/ and test/, and others have"
-        raise FedgenError("data.path", problem, "let all of them have both, or none")
-    parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
-    folder_names = {p.name for home in homes for part in parts for p in _folders(home / part)}
-    table_hint = "; if these are clients or persons, see docs/your-images.md for layouts"
-    labels = infer_names(folder_names, label_names, table_hint)
-    labelled = [
-        (client, test, label)
-        for client, home in enumerate(homes)
-        for part, test in parts.items()
-        for label in _folders(home / part)
-    ]
-    if persons:
-        records = [
-            Record(path, name, client, labels.index(label.name), test, person.name)
-            for client, test, label in labelled
-            for person in _folders(label)
-            for path, name in _files_below(person)
-        ]
-        outside = [str(file) for *_, label in labelled for file in _files(label)]
-        if outside:
-            problem = f"images outside the folders of persons: {shorten(outside)}"
-            raise FedgenError("data.path", problem, "move each into the folder of its person")
-    else:
-        records = [
-            Record(path, path.name, client, labels.index(label.name), test)
-            for client, test, label in labelled
-            for path in _files(label)
-        ]
-        within = [
-            str(subfolder)
-            for *_, label in labelled
-            for subfolder in _folders(label)
-            if _files(subfolder)
-        ]
-        if within:
-            problem = f"folders within a label's folder are not read: {shorten(within)}"
-            remedy = "move their images up, or remove them; if each is a person, set "
-            raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
-    unlabelled = [
-        str(file)
-        for home in homes
-        for part in parts
-        for file in _files(home / part)
-        if _is_image(file)
-    ]
-    if unlabelled and labelled:
-        problem = f"images outside the label folders have no label: {shorten(unlabelled)}"
-        raise FedgenError("data.path", problem, "move them into one, or away")
-    if not records:
-        where, loose = (
-            ", ".join(map(str, homes[:MAX_SHOWN])),
-            f"{len(unlabelled)} images and no folder",
-        )
-        problem = f"{where} has {f'{loose} of a label' if unlabelled else 'no images'}"
-        remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
-        remedy += f" sub-folder, e.g. {homes[0] / 'all'}"
-        raise FedgenError("data.path", problem, remedy)
-    files = Counter(os.path.realpath(str(record.file)) for record in records)
-    if len(files) < len(records):
-        duplicates = shorten([name for name, count in files.items() if count > 1])
-        problem = f"links list files twice, and an image would be two records: {duplicates}"
-        raise FedgenError("data.path", problem, "remove these links")
-    named_records, in_names = _disambiguate(records, homes)
-    return Listing(named_records, labels, len(homes), in_names)
-
-
-def _is_image(file: Path) -> bool:
-    """Return whether a file is an image, by its name, or because it is DICOM."""
-    with suppress(OSError), file.open("rb") as opened:
-        if is_dicom(opened.read(PREAMBLE)):
-            return True
-    return is_image_name(file.name)
-
-
-def _disambiguate(records: Sequence[Record], homes: Sequence[Path]) -> tuple[list[Record], bool]:
-    """Return records with the names of their clients, and whether names repeat within a split, so
-    that labels are needed to distinguish them. Labels are never part of a name: as soon as they
-    were, the position and split of all other records would change."""
-    of = [f"{homes[r.client].name}/" if len(homes) > 1 else "" for r in records]
-    if len({home.name for home in homes}) < len(homes):  # several paths with one name
-        of = [f"{r.client}/" for r in records]
-    plain = [f"{client}{r.name}" for client, r in zip(of, records, strict=True)]
-    counts = Counter((name, r.test) for name, r in zip(plain, records, strict=True))
-    named_records = [replace(r, name=name) for r, name in zip(records, plain, strict=True)]
-    return named_records, max(counts.values()) > 1
 
 
 def _is_test(record: Record, streams: RandomStreams) -> bool:

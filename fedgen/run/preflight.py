@@ -48,7 +48,7 @@ def unread_columns(dataset: Dataset) -> list[str]:
     return [f"columns that are not read: {names} (see client, person, split)"] if names else []
 
 
-def person_warnings(dataset: Dataset) -> list[str]:
+def person_hints(dataset: Dataset) -> list[str]:
     """Warn if images may share a person and persons are not given, or if they look implausible."""
     if not dataset.suggested_person:
         return list(dataset.data_warnings)
@@ -84,7 +84,7 @@ def data_warnings(ready: Setup) -> list[str]:
         return []
     rows, dataset = np.concatenate(ready.shards), ready.dataset
     columns, is_record = unread_columns(dataset), plan.unit is Unit.RECORD
-    warnings = [f"warning: {text}" for text in (*columns, *person_warnings(dataset))]
+    warnings = [f"warning: {text}" for text in (*columns, *person_hints(dataset))]
     assumed = OmegaConf.select(config, "method.rows")
     by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
     if assumed and is_record and not 0.5 <= assumed / len(rows) <= 2:

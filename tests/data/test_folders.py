@@ -171,7 +171,7 @@ def test_changing_a_label_reassigns_no_other_image(tmp_path: Path, streams: Rand
 
 
 @kills(
-    "fedgen/data/folders.py",
+    "fedgen/data/layouts.py",
     "replace(r, name=name) for r, name in zip(records, plain, strict=True)",
     (
         'replace(r, name=name if max(counts.values()) < 2 else f"{r.label}/{name}") '

@@ -469,7 +469,7 @@ def test_two_forms_of_a_name_are_one_person(tmp_path: Path) -> None:
     assert max(map(len, groups(data))) == 40
 
 
-@kills("fedgen/data/folders.py", "if len(files) < len(records):", "if False:")
+@kills("fedgen/data/layouts.py", "if len(files) < len(records):", "if False:")
 def test_links_to_a_file_that_is_listed_are_refused(tmp_path: Path) -> None:
     images_of_persons(tmp_path, "{label}/{person}/{n}.png")
     (tmp_path / "ill" / "Q").symlink_to(tmp_path / "ill" / "P00")
