@@ -126,7 +126,10 @@ def too_few(
     for failure in failures:
         by_kind.setdefault(failure.kind, set()).add(failure.client)
     kinds = ", ".join(f"{kind}: {_list_clients(by_kind[kind])}" for kind in sorted(by_kind))
-    remedy = "fix it and use resume=, or start a new run with a lower runtime.min_success"
+    remedy = (
+        "fix it and use resume=, or start a new run without these clients (group=[...]), or with a "
+        "lower runtime.min_success"
+    )
     if set(by_kind) == {"failed"} and missing == clients:
         remedy = "fix it and continue with resume="
     if by_kind.keys() & {"copied", "contradicted"}:
