@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 from fedgen.errors import FedgenError, check_system
 
 if TYPE_CHECKING:
-    from fedgen.api import Generator, Run, Samples, account, audit, evaluate, load, train
+    from fedgen.api import (
+        Generator,
+        Run,
+        Samples,
+        account,
+        audit,
+        evaluate,
+        load,
+        release,
+        report,
+        results,
+        train,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +35,9 @@ __all__ = [
     "audit",
     "evaluate",
     "load",
+    "release",
+    "report",
+    "results",
     "train",
 ]
 

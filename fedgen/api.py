@@ -17,6 +17,9 @@ for convolutions permanently: on a GPU, its rounding exceeds what the proofs all
 
 from __future__ import annotations
 
+import base64
+import glob
+import html
 import json
 import math
 import os
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +39,8 @@ from numpy.typing import NDArray
 from fedgen.commands import account as accounting
 from fedgen.commands import audit as auditing
 from fedgen.commands import evaluate as evaluation
+from fedgen.commands import release as releasing
+from fedgen.commands import report as reporting
 from fedgen.config.compose import compose
 from fedgen.config.overrides import to_override_value
 from fedgen.data.datasets import as_images
@@ -43,9 +48,13 @@ from fedgen.errors import FedgenError
 from fedgen.privacy.guarantee import Guarantee, of_pair
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.privacy_statement import guarantee_of
+from fedgen.reporting.progress import format_epsilon
 from fedgen.run import train as training
 from fedgen.run.generator import PublishedGenerator, draw_samples, labels_of, load_generator
 from fedgen.storage.run_dir import RunDir
+
+if TYPE_CHECKING:
+    import pandas
 
 Settings = Mapping[str, Any]
 
@@ -170,6 +179,25 @@ class Run(Generator):
             for name, view in record["views"].items()
         }
 
+    def _repr_html_(self) -> str:
+        """Return a summary for notebooks: ε, a picture of samples, and the files."""
+        results, privacy = self.results, self.privacy
+        rows = [
+            f"<tr><td>{name}</td><td>{format_epsilon(None if math.isinf(e) else e)}</td></tr>"
+            for name, e in self.epsilons.items()
+        ]
+        title = html.escape(f"{results['method']} on {results['data']}")
+        unit = html.escape(f"ε per {privacy['unit']} at δ = {privacy['delta']:g} against")
+        parts = [
+            f"<b>{title}</b>",
+            f"<table><tr><th>{unit}</th><th></th></tr>{''.join(rows)}</table>",
+        ]
+        if (picture := self.path / "public" / "samples.png").is_file():
+            encoded = base64.b64encode(picture.read_bytes()).decode()
+            parts.append(f'<img alt="samples" src="data:image/png;base64,{encoded}">')
+        parts.append(f"<code>{html.escape(str(self.path))}</code>")
+        return f"<div>{''.join(parts)}</div>"
+
 
 def train(settings: Settings | None = None, /, **more: Any) -> Run:
     """Train as ``fedgen train`` does; ``resume=DIR`` resumes.
@@ -236,6 +264,56 @@ def evaluate(
             key, problem, remedy = (word.replace(str(file), "what was given") for word in words)
             raise FedgenError(key, problem, remedy) from None
         return {name: value for name, value in results.items() if name != "samples"}
+
+
+def results(pattern: str) -> pandas.DataFrame:
+    """Return a row for each finished run: folder, method, data, seed, ε by adversary, and the
+    accuracy of each classifier trained on samples (``gen2real.NAME``).
+
+    Args:
+        pattern: run directories, e.g. ``runs/*``; others are ignored.
+
+    Raises:
+        FedgenError: if there is none, or pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise FedgenError("pandas", "is not installed", "pip install pandas") from error
+    places = map(Path, sorted(glob.glob(os.path.expanduser(pattern))))  # noqa: PTH111, PTH207
+    runs = [Run(place) for place in places if RunDir(place).trained]
+    if not runs:
+        raise FedgenError("pattern", f"{pattern} matches no finished run", "e.g. runs/*")
+    rows = []
+    for run in runs:
+        record = run.results
+        row = {"run": str(run.path), **{key: record[key] for key in ("method", "data", "seed")}}
+        row |= {f"epsilon.{adversary}": value for adversary, value in run.epsilons.items()}
+        scores = record["gen2real"].items()
+        rows.append(row | {f"gen2real.{name}": score["mean"] for name, score in scores})
+    return pandas.DataFrame(rows)
+
+
+def report(runs: str | Path | Sequence[str | Path], out: str | Path, **more: Any) -> Path:
+    """Write a page about runs, as ``fedgen report`` does, and return its path."""
+    runs = [runs] if isinstance(runs, str | Path) else list(runs)
+    return reporting.report(compose("report", _overrides(more, {"runs": runs, "out": out})))
+
+
+def release(run: str | Path, out: str | Path, settings: Settings | None = None) -> Path:
+    """Train again with secret noise and pack a ZIP file for publication, as ``fedgen release``
+    does; return the file.
+
+    Args:
+        run: directory of the rehearsal.
+        settings: other settings of the command, e.g. ``{"about.file": "about.yaml"}``.
+
+    Raises:
+        FedgenError: for a run that cannot be released.
+    """
+    with _restored_environment():
+        config = compose("release", _overrides(settings, {"run": run, "out": out}))
+        return releasing.release(config)[1]
 
 
 def audit(settings: Settings | None = None, /, **more: Any) -> auditing.AuditResult:

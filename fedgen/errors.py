@@ -41,6 +41,10 @@ class FedgenError(Exception):
         # the line may quote a file from a third party, and terminals execute control codes
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows in place of a traceback."""
+        return [f"fedgen: {self}"]
+
     def __reduce__(self) -> tuple[type[FedgenError], tuple[str, str, str]]:
         return type(self), (self.key, self.problem, self.remedy)
 

@@ -80,6 +80,36 @@ def test_a_run_equals_that_of_the_command_line(tmp_path: Path) -> None:
         there.samples(1, seed="a")  # type: ignore[arg-type]
 
 
+def test_runs_are_shown_tabulated_and_released(tmp_path: Path) -> None:
+    """In a notebook; markup in the name of a folder is text."""
+    for seed, name in enumerate(("a", "<b>", "c")):
+        settings = {**TINY, "seed": seed, "evaluation": "none", "run_dir": tmp_path / name}
+        run = fedgen.train(settings, method="dp_merf_small")
+        if name == "c":
+            (run.path / "results.json").unlink()
+    page = fedgen.load(tmp_path / "<b>")._repr_html_()  # type: ignore[attr-defined]
+    for part in ("dp_merf_small on digits", "per record at δ = 1e-05", "<td>server</td>"):
+        assert part in page
+    assert "data:image/png;base64,iVBOR" in page and "&lt;b&gt;" in page and "/<b>" not in page
+    table = fedgen.results(str(tmp_path / "*"))
+    assert table["seed"].tolist() == [1, 0] and table["run"].str.contains("<b>").sum() == 1
+    assert table["epsilon.server"].max() <= 10 and set(table["method"]) == {"dp_merf_small"}
+    with pytest.raises(fedgen.FedgenError, match="matches no finished run"):
+        fedgen.results(str(tmp_path / "x*"))
+    out = fedgen.report([tmp_path / "a", tmp_path / "<b>"], tmp_path / "page.html")
+    assert "<h1>2 runs</h1>" in out.read_text()
+    about = {"registry": False, "audit": False, "run_dir": tmp_path / "secret"}
+    packed = fedgen.release(tmp_path / "a", tmp_path / "a.zip", about)
+    assert fedgen.load(packed).samples(3).images.shape == (3, 1, 8, 8)
+
+
+def test_a_mistake_is_one_line_in_a_notebook() -> None:
+    with pytest.raises(fedgen.FedgenError) as error:
+        fedgen.train(method="dp_murf")
+    [line] = error.value._render_traceback_()
+    assert line.startswith("fedgen: method: there is no 'dp_murf'; did you mean")
+
+
 def test_a_published_classifier_accepts_common_layouts(tmp_path: Path) -> None:
     """With or without a channel, and no images at all; other input is one line."""
     known = {
