@@ -181,12 +181,12 @@ class Run(Generator):
 
     def _repr_html_(self) -> str:
         """Return a summary for notebooks: ε, a picture of samples, and the files."""
-        results, privacy = self.results, self.privacy
+        record, privacy = self.results, self.privacy
         rows = [
             f"<tr><td>{name}</td><td>{format_epsilon(None if math.isinf(e) else e)}</td></tr>"
             for name, e in self.epsilons.items()
         ]
-        title = html.escape(f"{results['method']} on {results['data']}")
+        title = html.escape(f"{record['method']} on {record['data']}")
         unit = html.escape(f"ε per {privacy['unit']} at δ = {privacy['delta']:g} against")
         parts = [
             f"<b>{title}</b>",
@@ -267,7 +267,7 @@ def evaluate(
 
 
 def results(pattern: str) -> pandas.DataFrame:
-    """Return a row for each finished run: folder, method, data, seed, ε by adversary, and the
+    """Return a row for each trained run: folder, method, data, seed, ε by adversary, and the
     accuracy of each classifier trained on samples (``gen2real.NAME``).
 
     Args:
@@ -283,7 +283,7 @@ def results(pattern: str) -> pandas.DataFrame:
     places = map(Path, sorted(glob.glob(os.path.expanduser(pattern))))  # noqa: PTH111, PTH207
     runs = [Run(place) for place in places if RunDir(place).trained]
     if not runs:
-        raise FedgenError("pattern", f"{pattern} matches no finished run", "e.g. runs/*")
+        raise FedgenError("pattern", f"{pattern} matches no trained run", "e.g. runs/*")
     rows = []
     for run in runs:
         record = run.results
@@ -294,25 +294,35 @@ def results(pattern: str) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def report(runs: str | Path | Sequence[str | Path], out: str | Path, **more: Any) -> Path:
+def report(
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path,
+    settings: Settings | None = None,
+    /,
+    **more: Any,
+) -> Path:
     """Write a page about runs, as ``fedgen report`` does, and return its path."""
     runs = [runs] if isinstance(runs, str | Path) else list(runs)
-    return reporting.report(compose("report", _overrides(more, {"runs": runs, "out": out})))
+    return reporting.report(
+        compose("report", _overrides(settings, {**more, "runs": runs, "out": out}))
+    )
 
 
-def release(run: str | Path, out: str | Path, settings: Settings | None = None) -> Path:
+def release(
+    run: str | Path, out: str | Path, settings: Settings | None = None, /, **more: Any
+) -> Path:
     """Train again with secret noise and pack a ZIP file for publication, as ``fedgen release``
     does; return the file.
 
     Args:
         run: directory of the rehearsal.
-        settings: other settings of the command, e.g. ``{"about.file": "about.yaml"}``.
+        settings, more: other settings of the command, e.g. ``{"about.file": "about.yaml"}``.
 
     Raises:
         FedgenError: for a run that cannot be released.
     """
     with _restored_environment():
-        config = compose("release", _overrides(settings, {"run": run, "out": out}))
+        config = compose("release", _overrides(settings, {**more, "run": run, "out": out}))
         return releasing.release(config)[1]
 
 

@@ -98,7 +98,7 @@ def test_runs_are_shown_tabulated_and_released(tmp_path: Path) -> None:
     table = fedgen.results(str(tmp_path / "*"))
     assert table["seed"].tolist() == [1, 0] and table["run"].str.contains("<b>").sum() == 1
     assert table["epsilon.server"].max() <= 10 and set(table["method"]) == {"dp_merf_small"}
-    with pytest.raises(fedgen.FedgenError, match="matches no finished run"):
+    with pytest.raises(fedgen.FedgenError, match="matches no trained run"):
         fedgen.results(str(tmp_path / "x*"))
     out = fedgen.report([tmp_path / "a", tmp_path / "<b>"], tmp_path / "page.html")
     assert "<h1>2 runs</h1>" in out.read_text()

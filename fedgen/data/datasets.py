@@ -182,7 +182,11 @@ class Dataset:
         return self.persons is not None and not self._by_writer
 
     def hold_out(
-        self, count: int, streams: RandomStreams, public_rows: int | None = None
+        self,
+        count: int,
+        streams: RandomStreams,
+        public_rows: int | None = None,
+        by_person: bool = False,
     ) -> Dataset:
         """Return the data set with ``count`` training images, chosen by public streams, in place of
         its test split; they are excluded from training.
@@ -191,7 +195,9 @@ class Dataset:
         each by a digest of its own images: removing a person moves no other.
 
         Args:
-            public_rows: public number near that of the training images; None: their number.
+            public_rows: public number near that of the training images; None: their number, on
+                which the choice then depends.
+            by_person: whether persons are held out even if they are the writers.
 
         Raises:
             FedgenError: if that leaves no records.
@@ -204,7 +210,7 @@ class Dataset:
                 f"{count} of {len(self.labels)} images leave none to train on",
                 "lower it",
             )
-        if self.has_persons:
+        if self.has_persons or (by_person and self.persons is not None):
             is_out = self._held_out_persons(count / (public_rows or len(self.labels)), streams)
             out, rest = np.flatnonzero(is_out), np.flatnonzero(~is_out)
             if not len(out) or not len(rest):

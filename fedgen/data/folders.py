@@ -96,10 +96,10 @@ def folder(
             missing here; None: names of the folders. The set of folders is public, including empty
             ones.
         names: whether the names of folders are published as names of labels.
-        label: column or field of the labels; several of 0 and 1: all combinations
+        label: column or field of the labels; several binary ones: all combinations
             (``labels.combine``).
         person: person in each image: a column or field; ``tag:`` and a DICOM keyword; ``folder``;
-            or a regular expression on file names, whose first group is the person.
+            or a regular expression on file names; its first group is the person.
         window: center and width of intensities; see ``scans.py``. None: the one in each DICOM file.
         axis: plane of the slices of NIfTI volumes.
 

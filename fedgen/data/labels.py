@@ -142,7 +142,11 @@ _MAX_COMBINED_COLUMNS = 4  # columns of 0 and 1: 16 labels
 
 
 def combine(
-    where: str, names: Sequence[str], columns: NDArray[np.generic], setting: Sequence[str] | None
+    where: str,
+    names: Sequence[str],
+    columns: NDArray[np.generic],
+    setting: Sequence[str] | None,
+    remedy: str = "choose binary columns",
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return labels of attributes, int64 of shape (n,), and their names: label b is the combination
     of the attributes k for which bit k of b is set, 2^k labels for k attributes.
@@ -153,19 +157,17 @@ def combine(
         columns: shape (n, k), of 0 and 1.
         setting: names of the labels in this order; None: ``no A`` and ``A``, or ``none``, ``A``,
             ``B``, ``A+B`` and so on.
+        remedy: what to do about other values.
 
     Raises:
         FedgenError: for other values, and more than four attributes.
     """
     if len(names) > _MAX_COMBINED_COLUMNS or len(set(names)) < len(names):
         problem = f"lists {', '.join(names)}"
-        remedy = f"list at most {_MAX_COMBINED_COLUMNS} columns, each once"
-        raise FedgenError("data.label", problem, remedy)
+        limit = f"list at most {_MAX_COMBINED_COLUMNS} columns, each once"
+        raise FedgenError("data.label", problem, limit)
     if columns.dtype.kind not in "biuf" or not np.isin(columns, (0, 1)).all():
         problem = f"{where}: {', '.join(names)} contain values other than 0 and 1"
-        remedy = "choose binary columns, or one column whose labels data.labels names"
-        if setting is not None or len(names) > 1:
-            remedy = "choose binary columns"
         raise FedgenError("data.label", problem, remedy)
     count = 2 ** len(names)
     if setting is None:

@@ -86,24 +86,31 @@ def read_folders(
     if persons and label_names is None:
         problem = "is required with data.person=folder, to tell labels from clients and persons"
         raise FedgenError("data.labels", problem, "name the labels, e.g. data.labels=[ill,well]")
-    homes = places if len(places) > 1 else _clients(places[0], label_names if persons else None)
-    if len({home.resolve() for home in homes}) < len(homes):
+    client_folders = (
+        places if len(places) > 1 else _clients(places[0], label_names if persons else None)
+    )
+    if len({client_folder.resolve() for client_folder in client_folders}) < len(client_folders):
         problem = "has one folder as two clients, and an image would be two records"
         raise FedgenError("data.path", problem, "have each once")
-    split = [_is_split(home) for home in homes]
+    split = [_is_split(client_folder) for client_folder in client_folders]
     if len(set(split)) > 1:
-        without = homes[split.index(False)]
+        without = client_folders[split.index(False)]
         problem = f"{without} has no train/ and test/, and others have"
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
-    folder_names = {p.name for home in homes for part in parts for p in _folders(home / part)}
+    folder_names = {
+        p.name
+        for client_folder in client_folders
+        for part in parts
+        for p in _folders(client_folder / part)
+    }
     table_hint = "; if these are clients or persons, see docs/your-images.md for layouts"
     labels = infer_names(folder_names, label_names, table_hint)
     labelled = [
         (client, test, label)
-        for client, home in enumerate(homes)
+        for client, client_folder in enumerate(client_folders)
         for part, test in parts.items()
-        for label in _folders(home / part)
+        for label in _folders(client_folder / part)
     ]
     if persons:
         records = [
@@ -134,9 +141,9 @@ def read_folders(
             raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
     unlabelled = [
         str(file)
-        for home in homes
+        for client_folder in client_folders
         for part in parts
-        for file in _files(home / part)
+        for file in _files(client_folder / part)
         if _is_image(file)
     ]
     if unlabelled and labelled:
@@ -144,20 +151,20 @@ def read_folders(
         raise FedgenError("data.path", problem, "move them into one, or away")
     if not records:
         where, loose = (
-            ", ".join(map(str, homes[:MAX_SHOWN])),
+            ", ".join(map(str, client_folders[:MAX_SHOWN])),
             f"{len(unlabelled)} images and no folder",
         )
         problem = f"{where} has {f'{loose} of a label' if unlabelled else 'no images'}"
         remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
-        remedy += f" sub-folder, e.g. {homes[0] / 'all'}"
+        remedy += f" sub-folder, e.g. {client_folders[0] / 'all'}"
         raise FedgenError("data.path", problem, remedy)
     files = Counter(os.path.realpath(str(record.file)) for record in records)
     if len(files) < len(records):
         duplicates = shorten([name for name, count in files.items() if count > 1])
         problem = f"links list files twice, and an image would be two records: {duplicates}"
         raise FedgenError("data.path", problem, "remove these links")
-    named_records, in_names = _disambiguate(records, homes)
-    return Listing(named_records, labels, len(homes), in_names)
+    named_records, in_names = _disambiguate(records, client_folders)
+    return Listing(named_records, labels, len(client_folders), in_names)
 
 
 def _is_image(file: Path) -> bool:
@@ -168,12 +175,16 @@ def _is_image(file: Path) -> bool:
     return is_image_name(file.name)
 
 
-def _disambiguate(records: Sequence[Record], homes: Sequence[Path]) -> tuple[list[Record], bool]:
+def _disambiguate(
+    records: Sequence[Record], client_folders: Sequence[Path]
+) -> tuple[list[Record], bool]:
     """Return records with the names of their clients, and whether names repeat within a split, so
     that labels are needed to distinguish them. Labels are never part of a name: as soon as they
     were, the position and split of all other records would change."""
-    of = [f"{homes[r.client].name}/" if len(homes) > 1 else "" for r in records]
-    if len({home.name for home in homes}) < len(homes):  # several paths with one name
+    of = [f"{client_folders[r.client].name}/" if len(client_folders) > 1 else "" for r in records]
+    if len({client_folder.name for client_folder in client_folders}) < len(
+        client_folders
+    ):  # several paths with one name
         of = [f"{r.client}/" for r in records]
     plain = [f"{client}{r.name}" for client, r in zip(of, records, strict=True)]
     counts = Counter((name, r.test) for name, r in zip(plain, records, strict=True))

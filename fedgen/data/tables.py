@@ -158,7 +158,10 @@ def number_labels(
     column = columns[0] if columns else "label"
     if columns and (len(columns) > 1 or label_names is None):
         bits = [[_BITS.get(row[name].casefold(), -1) for name in columns] for row in rows]
-        combined, names = combine(where, columns, np.array(bits), label_names)
+        remedy = "choose binary columns"
+        if len(columns) == 1:
+            remedy += ", or name the labels of this column: data.labels=[...]"
+        combined, names = combine(where, columns, np.array(bits), label_names, remedy)
         return combined.tolist(), names
     if label_names is None:
         label_names = sort_names(row[column] for row in rows)

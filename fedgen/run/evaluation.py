@@ -176,7 +176,7 @@ def utilities(
 ) -> dict[str, Any]:
     """Return gen2real, and if ``real``, the accuracy of the same classifiers trained on as many
     real images, on the test split (``real2real``) and, for those in ``evaluation.real2gen``, on
-    samples (``real2gen``). Images larger than ``evaluation.max_side`` are downsample for all.
+    samples (``real2gen``). Images larger than ``evaluation.max_side`` are downsampled for all.
     Scores are cached, so that an interrupted evaluation resumes."""
     classifiers = {
         str(name): classifier

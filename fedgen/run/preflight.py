@@ -54,8 +54,8 @@ def person_hints(dataset: Dataset) -> list[str]:
         return list(dataset.data_warnings)
     setting = f"data.person={to_override_value(dataset.suggested_person)}"
     return [
-        "several images may show one person, who is protected less than single images: set "
-        f"{shell_quote([setting])} or another"
+        "several images may show one person, and ε of single images protects such a person less: "
+        f"set {shell_quote([setting])} or another"
     ]
 
 

@@ -325,7 +325,8 @@ def _check_aggregation(config: DictConfig, plan: Plan) -> None:
 def partitioned_data(config: DictConfig) -> tuple[Dataset, list[Index]]:
     """Return the data set without held-out images, and the records of all clients."""
     streams = RandomStreams.from_seed(config.seed, config.privacy.noise).at("data")
-    held = dataset(config).hold_out(config.held_out, streams, config.data.get("public_rows"))
+    rows, by_person = config.data.get("public_rows"), config.privacy.unit == Unit.PERSON.value
+    held = dataset(config).hold_out(config.held_out, streams, rows, by_person)
     if not held.is_remote:
         check_clients(config.partition.get("clients"), len(held.labels))
     shards = build(config.partition, "partition")(

@@ -409,10 +409,10 @@ def test_persons_by_a_tag(tmp_path: Path) -> None:
         read(tmp_path, person="tag:PatientID")
     with pytest.raises(FedgenError, match="there is no DICOM tag 'Patient'"):
         read(tmp_path, person="tag:Patient")
-    save_dicom(tmp_path / "ill" / "nobody", STORED[:8, :8], WindowCenter=1, WindowWidth=9)
+    save_dicom(tmp_path / "ill" / "untagged", STORED[:8, :8], WindowCenter=1, WindowWidth=9)
     images_of_persons(tmp_path, count=1)
     with pytest.raises(
-        FedgenError, match=r"2 of 42 files have no value for the DICOM tag PatientID: .*nobody"
+        FedgenError, match=r"2 of 42 files have no value for the DICOM tag PatientID: .*untagged"
     ):
         read(tmp_path, person="tag:PatientID", labels=["ill", "well"])
 
@@ -499,7 +499,9 @@ def test_persons_are_held_out_as_a_whole_by_their_own_images(tmp_path: Path) -> 
         assert all(set(group) & out in (set(), set(group)) for group in groups(data))
         return set(held.images[:, 0, 0, 0].tolist()), out
 
+    by_writer = replace(whole, writers=whole.persons).hold_out(60, STREAMS, 180, by_person=True)
     kept, out = held_out(whole)
+    assert set(by_writer.test_images[:, 0, 0, 0].tolist()) == out
     assert 10 < len(out) < 150
     for person in np.unique(whole.persons):
         rest = whole.persons != person
@@ -659,7 +661,8 @@ def test_columns_of_a_table_are_chosen(tmp_path: Path) -> None:
     assert read(path, label="nodule").names == ("no nodule", "nodule")
     assert read(path, label="site", labels=["a", "b"]).names == ("a", "b")
     with pytest.raises(
-        FedgenError, match=r"site contain values other than 0 and 1; .* data.labels names"
+        FedgenError,
+        match=r"site contain values other than 0 and 1; .* name the labels of this column",
     ):
         read(path, label="site")
     with pytest.raises(FedgenError, match=r"data\.label: .* has no column age"):
@@ -684,7 +687,7 @@ def test_a_record_does_not_change_the_labels_of_others(values: list[str], added:
 
 
 def test_persons_of_other_layouts_are_one_line(tmp_path: Path) -> None:
-    """A remedy names columns that there are, and never what was rejected."""
+    """A remedy names existing columns, and never the rejected value."""
     path = table(tmp_path)
     with pytest.raises(FedgenError, match="cannot be folder: only folders of images"):
         read(path, label="nodule", person="folder")

@@ -119,12 +119,12 @@ def test_a_site_bounds_its_own_persons(clients: int, tmp_path: Path) -> None:
     here = replace(here, dataset=replace(here.dataset, persons=persons))
     with pytest.raises(RefusedError, match="about a person, which is not allowed"):
         open_run(replace(here, policy=replace(here.policy, units=("record",))), wanted)
-    homes, _ = open_run(here, wanted)
+    contexts, _ = open_run(here, wanted)
     expected = np.minimum(np.bincount(persons), 2).sum()
-    assert len(homes._setup.shard(0)) == expected < len(persons)
+    assert len(contexts._setup.shard(0)) == expected < len(persons)
     [entry] = here.account.entries(_ROWS)
-    assert entry.unit is Unit.PERSON and homes._setup.terms.account is not None
-    assert homes._setup.terms.account.plan.images_per_person == 2
+    assert entry.unit is Unit.PERSON and contexts._setup.terms.account is not None
+    assert contexts._setup.terms.account.plan.images_per_person == 2
 
 
 def test_teachers_without_records_are_refused_by_the_only_site(tmp_path: Path) -> None:
