@@ -82,6 +82,7 @@ settings (defaults in brackets):
                          data.root=DIR data.path=FOLDER|[A,B]|FILE.npz|TABLE.csv|NAME
                          data.size=N data.channels=1|3
                          data.classes=N, for an .npz   data.public_rows=N, approximate
+                         data.public_persons=N, approximate, for privacy.unit=person
                          data.labels=[A,B]   data.shape=[C,H,W], for public_facts
   partition=<partition> [single]
                          partition.clients=N partition.alpha=A
@@ -90,7 +91,7 @@ settings (defaults in brackets):
                          privacy.target_mu=M|target_advantage=A|target_tpr=T, in place of ε;
                          privacy.at_fpr=F, for target_tpr
                          privacy.adversary=server|release privacy.noise=seeded|secure
-                         privacy.unit=record|client|person privacy.images_per_person=N
+                         privacy.unit=record|client|person
                          privacy.budget_epsilon=E, of all secure runs on the same data
   runtime=<runtime> [auto: in_process for up to 20 clients, else ray]
                          runtime.threads=N runtime.timeout=SECONDS runtime.min_success=SHARE

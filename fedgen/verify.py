@@ -622,7 +622,6 @@ def read_accounts(
     expected = {name: account[name] for name in ("run", "settings")}
     expected |= {name: stated[name] for name in ("unit", "relation", "noise")}
     expected |= {"participants": account["clients"]}
-    expected |= {"images_per_person": stated.get("images_per_person", 1)}
     accounts, signers, covered = [], set[str](), set[int]()
     check(len(account["accounts"]) <= MAX_ACCOUNTS, "format", "too many accounts")
     for entry in account["accounts"]:

@@ -1,7 +1,7 @@
 """Make a data set of coloured shapes for ``data=folder``: five labels, any size, no persons.
 
     python scripts/make_shapes.py FILE.npz [--side 64] [--rows 20000] [--seed 0]
-    python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4] [--stripes] [...]
+    python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4 | 1-8] [--stripes] [...]
 
 Discs, squares, triangles, rings and crosses of any colour, position and size on any other colour,
 striped or not, with soft edges and a little noise. A tenth of a file's images is the test split.
@@ -79,18 +79,21 @@ def drawn(
 
 
 def write_folders(
-    place: Path, images: NDArray[np.uint8], labels: NDArray[np.int64], clients: int, each: int
+    place: Path,
+    images: NDArray[np.uint8],
+    labels: NDArray[np.int64],
+    persons: NDArray[np.int64],
+    clients: int,
 ) -> None:
     """Write the folders, and the table of persons if a person has several images."""
-    lines = []
-    for number, (label, image) in enumerate(zip(labels, images, strict=True)):
-        person = number // each
-        client, below = f"client{person // len(SHAPES) % clients}", f"person{person}/" * (each > 1)
+    lines, several = [], bool(persons[-1] + 1 < len(persons))
+    for number, (label, image, person) in enumerate(zip(labels, images, persons, strict=True)):
+        client, below = f"client{person // len(SHAPES) % clients}", f"person{person}/" * several
         name = f"{client}/{SHAPES[label].__name__}/{below}{number}.png"
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(place / name)
         lines.append((name, SHAPES[label].__name__, name.split("/")[0], f"person{person}"))
-    if each > 1:
+    if several:
         with (place / "images.csv").open("w", newline="") as table:
             csv.writer(table).writerows([("path", "label", "client", "person"), *lines])
 
@@ -103,20 +106,25 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, help="folders instead of a file, for so many")
-    parser.add_argument("--images-per-person", type=int, default=1)
+    parser.add_argument("--images-per-person", default="1", help="a number, or a range, e.g. 1-8")
     parser.add_argument("--stripes", action="store_true", help="on the ground")
     chosen = parser.parse_args()
-    random, each = np.random.default_rng(chosen.seed), chosen.images_per_person
+    random = np.random.default_rng(chosen.seed)
     labels = np.arange(chosen.rows) % len(SHAPES)
-    looks = [look(random) for _ in range(-(-chosen.rows // each))]
+    few, _, most = chosen.images_per_person.partition("-")
+    counts = np.full(chosen.rows, int(few))
+    if most:
+        counts = random.integers(int(few), int(most) + 1, chosen.rows)
+    persons = np.repeat(np.arange(chosen.rows), counts)[: chosen.rows]
+    looks = [look(random) for _ in range(persons[-1] + 1)]
     images = np.stack(
         [
-            drawn(int(label), chosen.side, random, looks[number // each], chosen.stripes)
-            for number, label in enumerate(labels)
+            drawn(int(label), chosen.side, random, looks[person], chosen.stripes)
+            for label, person in zip(labels, persons, strict=True)
         ]
     )
     if chosen.clients is not None:
-        write_folders(Path(chosen.file), images, labels, chosen.clients, each)
+        write_folders(Path(chosen.file), images, labels, persons, chosen.clients)
         print(f"{chosen.file}: {chosen.rows} images of {chosen.clients} clients")
         return
     test = chosen.rows // 10

@@ -113,7 +113,7 @@ def _warnings(dataset: Dataset, counts: np.ndarray, test: int) -> list[str]:
     return warnings
 
 
-_MIN_IMAGES_FOR_CLASSIFIER = 10_000  # with fewer, its labels are worse than those of samples
+_MIN_UNITS_FOR_CLASSIFIER = 10_000  # with fewer, its labels are worse than those of samples
 _MAX_NAMES = 20  # names per line
 _EPSILON = 5  # suggested target
 
@@ -142,17 +142,19 @@ def _suggested_overrides(dataset: Dataset, has_public_rows: bool) -> list[str]:
     clients = (
         [f"partition={by}", "privacy.aggregation=secure"] if dataset.writers is not None else []
     )
+    rows = [] if has_public_rows else [f"data.public_rows={_one_digit(count)}"]
     persons = []
     if dataset.persons is not None and dataset.has_persons:
-        of = np.unique(dataset.persons, return_counts=True)[1]
-        most = 2 ** int(np.log2(np.median(of)))  # roughly: it is public
-        count = int(np.minimum(of, most).sum())
-        persons = ["privacy.unit=person", f"privacy.images_per_person={most}"]
+        count = len(np.unique(dataset.persons))
+        persons = ["privacy.unit=person", f"data.public_persons={_one_digit(count)}"]
         clients = [] if _persons_span_clients(dataset) else clients
-    about = round(count, 1 - len(str(count)))  # one digit: it becomes public
-    rows = [] if has_public_rows and not persons else [f"data.public_rows={about}"]
-    teacher = ["method.private_classifier=none"] if count < _MIN_IMAGES_FOR_CLASSIFIER else []
+    teacher = ["method.private_classifier=none"] if count < _MIN_UNITS_FOR_CLASSIFIER else []
     return ["method=mixture", *teacher, *rows, *clients, *persons]
+
+
+def _one_digit(count: int) -> int:
+    """Return a number rounded to its first digit: it becomes public."""
+    return round(count, 1 - len(str(count)))
 
 
 def _persons_span_clients(dataset: Dataset) -> bool:

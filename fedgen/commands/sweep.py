@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from fedgen.config.schema import TARGETS
 from fedgen.errors import FedgenError
 from fedgen.evaluation import metrics
-from fedgen.reporting.figures import curves_over_rounds
+from fedgen.reporting.figures import curves_over_rounds, privacy_against_utility
 from fedgen.reporting.summary import summary
 from fedgen.run.resume import flat_settings
 from fedgen.run.worker_pool import complete
@@ -75,15 +77,25 @@ def varied_settings(configs: list[DictConfig]) -> list[dict[str, Any]]:
 
 
 def labels(settings: list[dict[str, Any]]) -> list[str]:
+    """Return ``key=value ...`` of each run; and the number of the run if that is ambiguous."""
+    words = words_of(settings)
+    unique = [bool(label) and words.count(label) == 1 for label in words]
+    return [
+        label if is_unique else f"run {number} {label}".strip()
+        for number, (label, is_unique) in enumerate(zip(words, unique, strict=True))
+    ]
+
+
+def words_of(settings: list[dict[str, Any]]) -> list[str]:
     """Return ``key=value ...`` of each run, with the last parts of keys; for groups, only their
-    names; and the number of the run if that is ambiguous."""
+    names."""
     groups = {
         key.partition(".")[2]
         for run_settings in settings
         for key in run_settings
         if key.startswith("names.")
     }
-    words = [
+    return [
         " ".join(
             f"{key.rpartition('.')[2]}={value}"
             for key, value in run_settings.items()
@@ -91,23 +103,19 @@ def labels(settings: list[dict[str, Any]]) -> list[str]:
         )
         for run_settings in settings
     ]
-    alone = [bool(label) and words.count(label) == 1 for label in words]
-    return [
-        label if tells else f"run {number} {label}".strip()
-        for number, (label, tells) in enumerate(zip(words, alone, strict=True))
-    ]
 
 
 def _table(runs: list[Run], place: Path) -> list[Path]:
     """Write ``sweep.csv``, and ``sweep.png`` if runs were evaluated: the settings in which the runs
     differ, ε, and metrics."""
-    lines, curves = [], {}
+    lines, curves, accuracies = [], {}, []
     for run in runs:
         results = RunDir(run.place).results("run_dir")
         scores = {f"gen2real.{name}": s["mean"] for name, s in results["gen2real"].items()}
         spent = {f"epsilon.{view}": epsilon for view, epsilon in results["epsilon"].items()}
         done = {"run": run.place.name, **run.settings, "rounds run": results["rounds"]}
         lines.append({**done, **spent, **scores, **metrics.columns(results)})
+        accuracies.append({name: s["mean"] for name, s in results["gen2real"].items()})
         curves[run.label] = RunDir(run.place).accuracies("run_dir")
     out = place / "sweep.csv"
     with out.open("w", newline="") as file:
@@ -116,5 +124,54 @@ def _table(runs: list[Run], place: Path) -> list[Path]:
         writer.writerows(lines)
     if not any(curves.values()):
         return [out]
-    curves_over_rounds(curves, "gen2real accuracy", out.with_suffix(".png"))
-    return [out, out.with_suffix(".png")]
+    figure = out.with_suffix(".png")
+    settings = [run.settings for run in runs]
+    if (setting := compared_setting(settings)) is None:
+        curves_over_rounds(curves, "gen2real accuracy", figure)
+    else:
+        panels = accuracy_by_setting(settings, accuracies, setting)
+        privacy_against_utility(panels, setting, "gen2real accuracy", figure)
+    return [out, figure]
+
+
+def compared_setting(settings: list[dict[str, Any]]) -> str | None:
+    """Return the x axis of a sweep: the target of its runs, or else the only number, apart from the
+    seed, in which they differ; None: no such setting."""
+    numbers = [
+        key
+        for key in settings[0]
+        if key != "seed" and all(_is_number(of_run.get(key)) for of_run in settings)
+    ]
+    targets = [key for key in numbers if key.removeprefix("privacy.") in TARGETS]
+    return next(iter(targets or numbers), None) if targets or len(numbers) == 1 else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def accuracy_by_setting(
+    settings: list[dict[str, Any]], accuracies: list[dict[str, float]], setting: str
+) -> dict[str, dict[str, list[list[tuple[float, float, float]]]]]:
+    """Return classifier -> other settings -> value of the setting, mean and standard deviation of
+    the accuracy over seeds, a list per value.
+
+    Args:
+        accuracies: of each run, by classifier.
+    """
+    others = words_of(
+        [
+            {key: value for key, value in of_run.items() if key not in ("seed", setting)}
+            for of_run in settings
+        ]
+    )
+    panels: dict[str, dict[str, list[list[tuple[float, float, float]]]]] = {}
+    scores: dict[tuple[str, str, float], list[float]] = {}
+    for of_run, other, accuracy in zip(settings, others, accuracies, strict=True):
+        for classifier, score in accuracy.items():
+            point = classifier, other, float(of_run[setting])
+            scores.setdefault(point, []).append(score)
+    for (classifier, other, value), means in sorted(scores.items()):
+        points = panels.setdefault(classifier, {}).setdefault(other, [])
+        points.append([(value, float(np.mean(means)), float(np.std(means)))])
+    return panels

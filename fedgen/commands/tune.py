@@ -189,10 +189,7 @@ def _run_config(config: DictConfig, point: DictConfig, run_epsilon: float) -> Di
     """Return the settings of a run with a score at a grid point."""
     run, no_evaluation = point.copy(), compose("config", ["evaluation=none", "logger=none"])
     score_epsilon, delta = config.score_epsilon_ratio * run_epsilon, config.privacy.delta
-    images = (config.privacy.images_per_person or 1) if config.privacy.unit == "person" else 1
-    noise = min_noise_multiplier(
-        lambda sigma: gaussian_epsilon(images / sigma, delta), score_epsilon
-    )
+    noise = min_noise_multiplier(lambda sigma: gaussian_epsilon(1 / sigma, delta), score_epsilon)
     with open_dict(run):
         run.score = {"noise_multiplier": noise, "samples": config.score_samples, "run_index": None}
     run.privacy.target_epsilon = run_epsilon

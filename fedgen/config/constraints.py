@@ -9,7 +9,7 @@ A number of a method is positive and finite unless its type says otherwise::
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -31,8 +31,8 @@ ClipNorm = Annotated[float, Ge(1e-9)]
 """Of gradients in single precision: below, squares vanish."""
 
 
-def missing_public_rows(reason: str) -> FedgenError:
-    """Return the error for a missing public number of records."""
+def missing_count(key: Literal["public_rows", "public_persons"], reason: str) -> FedgenError:
+    """Return the error for a missing public number of records or persons."""
     remedy = "set it to a round number near the true one, which becomes public; fedgen data check "
     remedy += "proposes one"
-    return FedgenError("data.public_rows", f"is not set, but {reason}", remedy)
+    return FedgenError(f"data.{key}", f"is not set, but {reason}", remedy)

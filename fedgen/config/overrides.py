@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from fedgen.config.explain import MAX_SHOWN
 from fedgen.config.extensions import config_folders
-from fedgen.config.renamed import RENAMED
+from fedgen.config.renamed import REMOVED, RENAMED
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_yaml
 from fedgen.storage.schemas import validator
@@ -301,6 +301,8 @@ def one_line_error(error: Exception, list_keys: Callable[[], list[str]] = list) 
         of_warm_up = "warm_up." * wrong.startswith("warm_up.")
         if present := RENAMED.get(wrong.removeprefix(of_warm_up)):
             return FedgenError(wrong, "was renamed", f"use {of_warm_up}{present}")
+        if wrong in REMOVED:
+            return FedgenError(wrong, "was removed", REMOVED[wrong])
         group, _, last = wrong.rpartition(".")
         if last == wrong and any(name.startswith(f"{last}.") for name in list_keys()):
             remedy = f"set {last}.KEY=VALUE for one of its settings"

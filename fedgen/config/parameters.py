@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from fedgen.config import registry
-from fedgen.config.constraints import missing_public_rows
+from fedgen.config.constraints import missing_count
 from fedgen.config.explain import explain
 from fedgen.config.schema import Text
 from fedgen.errors import FedgenError
@@ -67,7 +67,7 @@ def check_parameters(settings: DictConfig | Mapping[str, Any], place: str) -> No
     declared = parameters(function)
     is_optional = type(None) in typing.get_args(declared.hints.get("rows"))
     if "rows" in function_settings and function_settings["rows"] is None and not is_optional:
-        raise missing_public_rows(f"{place}.rows requires it")
+        raise missing_count("public_rows", f"{place}.rows requires it")
     supplied = registry.CALL_ARGUMENTS.get(group)
     arguments: Set[str] | None = None
     if isinstance(supplied, int):  # by position, whatever their names

@@ -109,7 +109,7 @@ CALL_ARGUMENTS: dict[str, frozenset[str] | int] = {
 parameters are settings."""
 
 NOT_BOUND = {
-    "data": ("root", "public_rows"),
+    "data": ("root", "public_rows", "public_persons"),
     "runtime": (*RUNTIME_INVARIANT, "store", "cache_gb", "checkpoint_every"),
     "method": ("strategy",),
 }

@@ -35,6 +35,11 @@ RENAMED = {
 }
 """Name in 0.1.0 -> present name."""
 
+REMOVED = {
+    "privacy.images_per_person": "all images of a person count as one: set data.public_persons",
+}
+"""Name in 0.1.0 -> what to do instead."""
+
 
 def with_present_names(settings: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the settings of a place, e.g. ``method``, with former names replaced, at any depth.

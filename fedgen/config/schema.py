@@ -52,6 +52,7 @@ class _FunctionGroup(_Section):
 class _Data(_FunctionGroup):
     root: Text | None = None
     public_rows: Count | None = None
+    public_persons: Count | None = None
 
 
 class _Privacy(_Section):
@@ -64,7 +65,6 @@ class _Privacy(_Section):
     delta: OpenFraction
     adversary: Literal["server", "release"]
     unit: Literal["record", "client", "person"] | None
-    images_per_person: Count | None
     aggregation: Literal["local", "secure", "trusted"] | None
     threshold: Count | Literal["all"] | None
     colluders: Natural

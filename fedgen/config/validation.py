@@ -13,10 +13,8 @@ from fedgen.config.parameters import check_function, check_functions, check_para
 from fedgen.config.schema import Run, check_resolved, check_settings, target_of
 from fedgen.errors import FedgenError
 from fedgen.evaluation.inception import check_weights
-from fedgen.privacy.events import Unit
 from fedgen.testing.fault_rates import FaultRates
 
-_MAX_IMAGES_PER_PERSON = 50  # larger values take minutes to account
 _MIN_SAMPLES = 256  # for the inception score and the covariance of 128 features
 
 
@@ -45,7 +43,6 @@ def _conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:
     if privacy.colluders and privacy.aggregation != "secure":
         problem = "applies to secure sums, which this run does not use"
         yield "privacy.colluders", problem, "set privacy.aggregation=secure, or 0"
-    yield from _person_conflicts(config)
     if config.evaluate_every and not config.evaluation.classifiers:
         yield "evaluate_every", "there are no classifiers to evaluate with", "set it to 0"
     if OmegaConf.select(config, "debug") is not None:
@@ -69,19 +66,6 @@ def _conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:
     if config.warm_up.method is not None and config.start is not None:
         problem = "cannot be combined with the networks of another run"
         yield "warm_up", problem, "take warm_up=none, or start=null"
-
-
-def _person_conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield invalid combinations of privacy.unit and privacy.images_per_person."""
-    key, most = "privacy.images_per_person", config.privacy.images_per_person
-    if config.privacy.unit != Unit.PERSON.value:
-        if most is not None:
-            yield key, "applies only to privacy.unit=person", "leave it out"
-    elif most is None:
-        problem = "is not set, but privacy.unit=person requires it"
-        yield key, problem, "give how many images of a person count, at most"
-    elif most > _MAX_IMAGES_PER_PERSON:
-        yield key, f"must be at most {_MAX_IMAGES_PER_PERSON}, got {most}", "lower it"
 
 
 def _runtime_conflicts(config: DictConfig) -> Iterator[tuple[str, str, str]]:

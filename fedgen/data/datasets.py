@@ -30,19 +30,31 @@ Labels = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shard:
-    """Records of one client: images (n, channels, height, width) uint8 and labels (n,) int64."""
+    """Records of one client: images (n, channels, height, width) uint8 and labels (n,) int64.
+
+    persons: number of the person in each record (n,) int64, from 0; None: unknown.
+    """
 
     images: Tensor
     labels: Tensor
+    persons: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def repeat(self, count: int) -> Shard:
-        """Return the shard with each record repeated ``count`` times."""
-        if count == 1:
-            return self
-        return Shard(self.images.repeat(count, 1, 1, 1), self.labels.repeat(count))
+    @cached_property
+    def by_person(self) -> tuple[Labels, Labels] | None:
+        """See ``fedgen.privacy.batch_sampling.Records``."""
+        if self.persons is None:
+            return None
+        persons = self.persons.numpy()
+        counts = np.bincount(persons)
+        return np.argsort(persons, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
+
+    def of_persons(self, count: int) -> Shard:
+        """Return each record ``count`` times, as ``count`` records of one person."""
+        images, labels = self.images.repeat(count, 1, 1, 1), self.labels.repeat(count)
+        return Shard(images, labels, torch.arange(len(self)).repeat(count))
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return images as floats in [0, 1] and labels of some records; the index may have any
@@ -54,7 +66,8 @@ class Shard:
         """Return the same records on a device; the copy is kept."""
         if device not in self._elsewhere:
             images, labels = (tensor.to(device) for tensor in (self.images, self.labels))
-            self._elsewhere[device] = self if images is self.images else Shard(images, labels)
+            copy = Shard(images, labels, self.persons)
+            self._elsewhere[device] = self if images is self.images else copy
         return self._elsewhere[device]
 
     def cached(self, key: str, make: Callable[[], Tensor]) -> Tensor:
@@ -248,7 +261,11 @@ class Dataset:
 
     def shard(self, index: Labels) -> Shard:
         """Return the given training records."""
-        return Shard(torch.from_numpy(self.images[index]), torch.from_numpy(self.labels[index]))
+        images, labels = torch.from_numpy(self.images[index]), torch.from_numpy(self.labels[index])
+        if self.persons is None:
+            return Shard(images, labels)
+        persons = np.unique(self.persons[index], return_inverse=True)[1].astype(np.int64)
+        return Shard(images, labels, torch.from_numpy(persons))
 
 
 def data_root(root: str | None) -> Path:

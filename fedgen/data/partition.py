@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.data.record_streams import example_content, example_key, example_uniforms, keyed_digest
+from fedgen.data.record_streams import example_key, example_uniforms, keyed_digest
 from fedgen.errors import FedgenError
 from fedgen.randomness import RandomStreams
 
@@ -154,44 +154,21 @@ def shards(
     return _group_by_owner(owner, clients)
 
 
-def limit_per_person(
-    shards: list[Index],
-    persons: Index | None,
-    most: int,
-    images: Images,
-    labels: Index,
-    streams: RandomStreams,
-) -> list[Index]:
-    """Return the shards with at most ``most`` records per person. The choice depends on a public
-    key and the records of the person only: those with the smallest keyed digests, at any position.
-    Removing a person does not change the records of others.
-
-    Raises:
-        FedgenError: if persons are unknown, or a person has records at several clients.
-    """
+def check_one_client_per_person(shards: list[Index], persons: Index | None) -> None:
+    """Raise FedgenError if persons are unknown, or a person has records at several clients."""
     if persons is None:
         raise FedgenError(
             "privacy.unit",
             "cannot be person: the data do not name the person in each image",
             "set data.person (see docs/your-images.md), or add train_person to an .npz",
         )
-    homes = [np.unique(persons[shard]) for shard in shards]
-    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):
+    by_client = [np.unique(persons[shard]) for shard in shards]
+    if len(np.unique(np.concatenate(by_client))) < sum(map(len, by_client)):
         raise FedgenError(
             "partition",
             "gives several clients images of one person, whom no client could protect alone",
             "take partition=single; if these are different persons, give them different names",
         )
-    key, kept = example_key(streams, "persons"), []
-    for shard in shards:
-        digests = [
-            keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard
-        ]
-        order = shard[sorted(range(len(shard)), key=lambda at: (persons[shard[at]], digests[at]))]
-        _, starts = np.unique(persons[order], return_index=True)
-        place = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
-        kept.append(np.sort(order[place < most]))
-    return kept
 
 
 def check_clients(clients: int | None, rows: int) -> None:

@@ -23,7 +23,7 @@ from fedgen.version import VERSION
 _GROUPS = ("method", "warm_up", "privacy")
 _SINGLE_KEYS = ("rounds", "seed")
 _NESTED_KEYS = {
-    "data": ("classes", "labels", "shape", "public_rows"),
+    "data": ("classes", "labels", "shape", "public_rows", "public_persons"),
     "partition": ("clients",),
     "runtime": ("threads", "min_success", "masks"),
 }

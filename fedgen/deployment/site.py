@@ -114,8 +114,8 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
     policies.check_settings(place.policy, config)
     clients, public = config.partition.clients, setup.dataset(config)
     _check_match(place, config, public)
-    [index] = setup.limit_persons(config, rows, [np.arange(len(rows.labels))])
-    record_count = len(index) if clients == 1 else None  # as in a simulation of one client
+    setup.check_persons(config, rows, [np.arange(len(rows.labels))])
+    record_count = len(rows.labels) if clients == 1 else None  # as in a simulation of one client
     resolved = setup.resolve_method(config, clients, record_count, public.classes, public.shape)
     if rounded_noise(resolved.noise) != request.noise_multiplier:
         raise RefusedError(
@@ -146,7 +146,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         budget = place.policy.budget_epsilon
         account.register(entry, partial(check_budget, budget, privacy.delta))
     write_atomic(place.folder(request.run) / _REQUEST, request.text().encode())
-    shard = rows.shard(index)
+    shard = rows.shard(np.arange(len(rows.labels)))
     terms = RunTerms(
         privacy.budget.samples_per_client,
         request.run,
@@ -209,7 +209,7 @@ def _rehearsal_shard(public: Dataset) -> Shard:
     labels = torch.arange(public.classes).repeat(2 * _COPIES)
     images = torch.zeros((len(labels), *public.shape), dtype=torch.uint8)
     images[len(labels) // 2 :] = 255
-    return Shard(images, labels)
+    return Shard(images, labels, torch.arange(len(labels)))
 
 
 _COPIES = 10  # black images, and as many white ones, per label

@@ -157,7 +157,6 @@ class AccountTerms:
             "participants": self.participants,
             "noise": self.noise,
             "unit": plan.unit.value,
-            "images_per_person": plan.images_per_person,
             "relation": plan.relation.value,
             "aggregation": aggregation,
             "bounds": bounds,

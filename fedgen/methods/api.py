@@ -16,6 +16,7 @@ from dp_accounting import DpEvent
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedgen.config.constraints import missing_count
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.methods.plan import Plan
@@ -146,10 +147,13 @@ class WorstCase:
     plan: Plan | None = None
     custom_noise: bool = False
 
-    def for_person(self, images: int) -> WorstCase:
-        """Return the worst case of a person with ``images`` images."""
+    def for_unit(self, unit: Unit) -> WorstCase:
+        """Return the worst case of the protected unit: a person with several images in place of a
+        record."""
+        if unit is not Unit.PERSON:
+            return self
         (state, first), (second_state, second) = self.first, self.second
-        larger, smaller = (state, first.repeat(images)), (second_state, second.repeat(images))
+        larger, smaller = (state, first.of_persons(3)), (second_state, second.of_persons(3))
         return replace(self, first=larger, second=smaller)
 
 
@@ -173,7 +177,7 @@ class PublicFacts:
     ring_bits: bits of an element of a secure sum (``Secure.bits``).
     threshold, colluders: of a secure sum; threshold None: two thirds of the queried clients.
     unit: protected unit; None: as published.
-    images_per_person: maximum number of images of one person per client, for unit person.
+    persons: public number near that of the persons of all clients, for unit person; None: unknown.
     all_clients: number of clients, of which ``clients`` are in the run (``group``); None: the same.
     """
 
@@ -188,13 +192,25 @@ class PublicFacts:
     threshold: int | Literal["all"] | None = None
     colluders: int = 0
     unit: Unit | None = None
-    images_per_person: int = 1
+    persons: int | None = None
     all_clients: int | None = None
 
-    def rows_of_run(self, rows: float) -> float:
-        """Return the public number of records of the clients in this run, an equal share of that of
-        all clients."""
-        return rows if self.all_clients is None else rows * self.clients / self.all_clients
+    def units_of_run(self, rows: float) -> float:
+        """Return the public number of records, or of persons if they are the protected unit, of the
+        clients in this run: an equal share of that of all clients.
+
+        Args:
+            rows: public number of records of all clients.
+
+        Raises:
+            FedgenError: if the number of persons is unknown.
+        """
+        units: float = rows
+        if self.unit is Unit.PERSON:
+            if self.persons is None:
+                raise missing_count("public_persons", "privacy.unit=person requires it")
+            units = self.persons
+        return units if self.all_clients is None else units * self.clients / self.all_clients
 
     def with_aggregation(self, kind: AggregationKind) -> PublicFacts:
         """Return the same facts with sums of another kind."""

@@ -128,7 +128,7 @@ def client_statistics(
     query = SumQuery(_SUMS, space.size, mechanism, contribution, at_once=_AT_ONCE)
     sequence = SumSequence((query,), device)
     separate = mechanism.aggregation.is_local
-    scale = 1.0 if facts.unit is Unit.CLIENT else facts.rows_of_run(rows) / facts.clients
+    scale = 1.0 if facts.unit is Unit.CLIENT else facts.units_of_run(rows) / facts.clients
     number = sums or (facts.clients if separate else 1)
     if not separate:  # the mean of the responses
         scale *= facts.clients

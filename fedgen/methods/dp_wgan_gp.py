@@ -76,7 +76,7 @@ class Gan:
     ) -> Iterator[ClippedSum]:
         """Yield clipped sums over the parts of a batch (lines 4 to 10)."""
         private, latent = shard.on(self.nets.device), self.nets.latent
-        for number, batch in enumerate(self.mechanism.batch_parts(len(shard), streams, 64)):
+        for number, batch in enumerate(self.mechanism.batch_parts(shard, streams, 64)):
             images, labels = private.rows(torch.from_numpy(batch))
             # secret streams: with public ones, removing a record would change the pairs after it
             uniforms = streams.secret_uniforms(len(batch) * (latent + 1), "pairs", number)

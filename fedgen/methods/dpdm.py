@@ -84,7 +84,7 @@ class Client:
     def _sums(self, weights: Tensors, shard: Shard, streams: RandomStreams) -> Iterator[ClippedSum]:
         private = shard.on(self.device)
         part_size = max(1, examples_at_once(self.device) // self.copies)
-        for number, rows in enumerate(self.mechanism.batch_parts(len(shard), streams, part_size)):
+        for number, rows in enumerate(self.mechanism.batch_parts(shard, streams, part_size)):
             images, labels = private.rows(torch.from_numpy(rows))
             clean = (images * 2 - 1).repeat_interleave(self.copies, 0)
             levels, noise, dropped = self._random_inputs(

@@ -92,7 +92,7 @@ class Gan:
         """Yield clipped sums over the parts of a batch of real records (lines 4 and 6)."""
         del generator
         private = shard.on(self.nets.device)
-        for batch in self.mechanism.batch_parts(len(shard), streams, self.nets.at_once):
+        for batch in self.mechanism.batch_parts(shard, streams, self.nets.at_once):
             images, labels = private.rows(torch.from_numpy(batch))
             yield self._clipped_sum(discriminator, images, labels, real=True)
 

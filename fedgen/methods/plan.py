@@ -66,8 +66,6 @@ class Plan:
     amplified_by: adversary -> description of the amplification.
     not_amplified_because: adversary -> reason for missing amplification.
     aggregation: who adds the noise of a sum.
-    images_per_person: maximum number of images of one person at each client (unit person);
-        otherwise 1.
     value_ranges: for each kind of sum, standard deviation of its noise and maximum entry of a
         contribution.
     """
@@ -90,7 +88,6 @@ class Plan:
     max_norm: float = math.inf
     aggregation: Aggregation = LOCAL
     value_ranges: tuple[tuple[float, float], ...] = ()
-    images_per_person: int = 1
 
     @classmethod
     def from_mechanism(
@@ -149,7 +146,6 @@ class Plan:
             },
             claim=claim,
             aggregation=aggregation,
-            images_per_person=mechanism.max_records,
             value_ranges=(mechanism.value_range,) if private else (),
         )
 

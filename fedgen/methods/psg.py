@@ -87,7 +87,7 @@ class Client:
                 self.clip,
             )
             for rows in self.mechanism.batch_parts(
-                len(shard), sum_streams, examples_at_once(self.device)
+                shard, sum_streams, examples_at_once(self.device)
             )
         )
         return self.mechanism.release((flat(weights).numel(),), sums, sum_streams)

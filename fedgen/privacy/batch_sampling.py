@@ -7,6 +7,7 @@ way and account in another.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from dp_accounting import DpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
@@ -17,6 +18,19 @@ from fedgen.randomness import RandomStreams
 
 Indices = NDArray[np.int64]
 """Indices into a shard, ascending."""
+
+
+class Records(Protocol):
+    """Records of a client.
+
+    by_person: records ordered by person (n,), and where the records of each person start in this
+        order, followed by n (persons + 1,). None if the persons are unknown.
+    """
+
+    def __len__(self) -> int: ...
+
+    @property
+    def by_person(self) -> tuple[Indices, Indices] | None: ...
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from weakref import WeakSet
 
@@ -83,6 +83,11 @@ class ClippedSum:
     def flat(self) -> Tensor:
         """Return all gradients as one vector, ordered by name."""
         return torch.cat([self.gradients[name].flatten() for name in sorted(self.gradients)])
+
+    def divided_by(self, count: int) -> ClippedSum:
+        """Return the sum over ``count``, at least 1: the same bound holds."""
+        gradients = {name: value / max(count, 1) for name, value in self.gradients.items()}
+        return replace(self, gradients=gradients)
 
 
 def clipping_factors(norms: Tensor, clip: float, margin: float = _ROUNDING_MARGIN) -> Tensor:

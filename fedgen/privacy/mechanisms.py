@@ -5,7 +5,7 @@ contributions.
 |---|---|---|---|
 | ``RowGaussian`` | each row separately | its ``bounds.py`` diameter / the same | GS-WGAN, votes |
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
-| ``SumGaussian`` | each example of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
+| ``SumGaussian`` | each record or person of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
 | ``ClientGaussian`` | the vector of a client | C / 2C | FedAvg-GAN; DP-MERF at client level |
 | ``ClientMean`` | the mean of a client over a batch | C / 2C | DP-SGD at client level |
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,17 @@ from torch import Tensor
 
 from fedgen.errors import FedgenError
 from fedgen.privacy.aggregation import LOCAL, SEAL, Aggregation, Release, Sent, noised
-from fedgen.privacy.batch_sampling import ALWAYS, BatchSampling, Indices, Participation
+from fedgen.privacy.batch_sampling import (
+    ALWAYS,
+    BatchSampling,
+    FullBatch,
+    Indices,
+    Participation,
+    Records,
+)
 from fedgen.privacy.bounds import Bound
 from fedgen.privacy.clipping import ClippedSum, clip_rows
-from fedgen.privacy.events import Relation, Unit, group_event, repeat
+from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.routing import Routing
 from fedgen.randomness import RandomStreams
 
@@ -55,7 +62,6 @@ class Mechanism(ABC):
     noise_multiplier: float
     relation: Relation
     unit: Unit
-    max_records: int = 1  # records of one person; 1 unless the unit is a person
 
     @abstractmethod
     def sensitivity(self, relation: Relation) -> float:
@@ -245,10 +251,14 @@ class SumGaussian(Mechanism):
     not show. The batch is summed in parts (``batch_parts``): adding a record leaves the arithmetic
     of all other parts unchanged, to the last bit, and the parts are added in double precision.
 
-    divisor: expected batch size or public number of records, never a realized size.
+    If the unit is a person, a person counts as one record would, whatever the number of their
+    records. Without sampling they contribute the mean of their clipped contributions, whose norm
+    is at most C (``sums``). In a sampled batch, which consists of persons, they contribute one
+    record, chosen at random (``batch_parts``).
+
+    divisor: expected batch size or public number of records (of persons, if they are the unit),
+        never a realized size.
     max_entry: maximum entry of a record's contribution, over C.
-    max_records: maximum number of records of one person, for unit person. The noise multiplier is
-        that of one record.
     """
 
     clip: float
@@ -259,13 +269,12 @@ class SumGaussian(Mechanism):
     unit: Unit
     aggregation: Aggregation = LOCAL
     max_entry: float = 1.0
-    max_records: int = 1
 
     def __post_init__(self) -> None:
         _check_relation(self.sampling, self.relation)
 
     def sensitivity(self, relation: Relation) -> float:
-        """Return the L2 sensitivity of the released sum to one record."""
+        """Return the L2 sensitivity of the released sum to one record or person."""
         return _clip_norms_moved(relation) * self.clip / self.divisor
 
     @property
@@ -277,13 +286,45 @@ class SumGaussian(Mechanism):
         """Return the event of one release."""
         if not self.is_private:
             return NonPrivateDpEvent()
-        return group_event(
-            self.sampling.event(GaussianDpEvent(self.noise_multiplier)), self.max_records
-        )
+        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))
 
-    def batch_parts(self, records: int, streams: RandomStreams, part_size: int) -> list[Indices]:
-        """Sample the batch of the next release, in parts of about ``part_size`` records."""
-        return _split_batch(self.sampling, records, streams, self.divisor, part_size)
+    def batch_parts(
+        self, records: Records, streams: RandomStreams, part_size: int
+    ) -> list[Indices]:
+        """Sample the batch of the next release, in parts of about ``part_size`` records; if the
+        unit is a person, one record of each sampled person."""
+        if self.unit is not Unit.PERSON:
+            return _split_batch(self.sampling, len(records), streams, self.divisor, part_size)
+        order, starts = _by_person(records)
+        counts = np.diff(starts)
+        choices = streams.secret_bits(len(counts), "record of person") % counts.astype(np.uint64)
+        chosen = order[starts[:-1] + choices.astype(np.int64)]
+        parts = _split_batch(self.sampling, len(counts), streams, self.divisor, part_size)
+        return [np.sort(chosen[persons]) for persons in parts]
+
+    def sums(
+        self,
+        records: Records,
+        streams: RandomStreams,
+        part_size: int,
+        contribution: Callable[[Indices], ClippedSum],
+    ) -> Iterator[ClippedSum]:
+        """Yield the clipped sums over the parts of the batch of the next release; without sampling,
+        the mean over the records of each person if that is the unit.
+
+        Args:
+            contribution: records -> sum of their clipped contributions.
+        """
+        if self.unit is not Unit.PERSON or not isinstance(self.sampling, FullBatch):
+            yield from map(contribution, self.batch_parts(records, streams, part_size))
+            return
+        order, starts = _by_person(records)
+        counts, share = np.diff(starts), max(1, part_size // _RECORDS_OF_PERSON)
+        for persons in _split_batch(self.sampling, len(counts), streams, self.divisor, share):
+            for count in np.unique(counts[persons]):
+                first = starts[:-1][persons[counts[persons] == count]]
+                for rows in _summed_together(order[first[:, None] + np.arange(count)], part_size):
+                    yield contribution(rows).divided_by(int(count))
 
     def noised(self, size: int, sums: Iterable[ClippedSum], streams: RandomStreams) -> Tensor:
         """Sanitize a sum of clipped contributions on its device, with the full noise for any
@@ -355,9 +396,11 @@ class ClientMean(Mechanism):
             return NonPrivateDpEvent()
         return GaussianDpEvent(self.noise_multiplier)
 
-    def batch_parts(self, records: int, streams: RandomStreams, part_size: int) -> list[Indices]:
+    def batch_parts(
+        self, records: Records, streams: RandomStreams, part_size: int
+    ) -> list[Indices]:
         """Sample the batch of the next release, in parts of about ``part_size`` records."""
-        return _split_batch(self.sampling, records, streams, self.expected, part_size)
+        return _split_batch(self.sampling, len(records), streams, self.expected, part_size)
 
     def noised(self, size: int, sums: Iterable[ClippedSum], streams: RandomStreams) -> Tensor:
         """See ``SumGaussian.noised``."""
@@ -397,6 +440,27 @@ def _split_batch(
         return [batch]
     part = streams.secret_bits(records, "part")[batch] % np.uint64(number)
     return [batch[part == index] for index in range(number)]
+
+
+def _by_person(records: Records) -> tuple[Indices, Indices]:
+    """Return ``records.by_person``. Raises ValueError if the persons are unknown."""
+    if records.by_person is None:
+        raise ValueError("a mechanism that protects persons needs the person in each record")
+    return records.by_person
+
+
+def _summed_together(records: Indices, part_size: int) -> Iterator[Indices]:
+    """Yield the records (persons, records of each) that are summed together: all of them, or those
+    of one person in turn if they alone exceed a part. What is summed together then contains all
+    persons of the part with as many records, or only one person."""
+    if records.shape[1] <= part_size:
+        yield np.sort(records.ravel())
+        return
+    for of_person in records:
+        yield from np.split(of_person, range(part_size, len(of_person), part_size))
+
+
+_RECORDS_OF_PERSON = 4  # assumed where memory is planned
 
 
 def descent(

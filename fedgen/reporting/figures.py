@@ -193,10 +193,11 @@ def privacy_against_utility(
 ) -> None:
     """Write a figure with a panel per data set and a colour per method: panel -> method -> its
     runs, each a list of points (x, mean, standard deviation). Lines are runs; dashes join their end
-    points, which have error bars.
+    points, which have error bars. The x axis is logarithmic if its values allow it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(4.5 * len(panels), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -217,17 +218,23 @@ def privacy_against_utility(
                 line = axes.plot(at, means, "o--", color=colours[method])
                 handles[_plain(method)] = line[0]
         axes.set_title(_plain(panel) or "")
-        axes.set_xscale("log")
+        every_x = [x for x, *_ in chain(*chain(*methods.values()))]
+        if every_x and 0 < min(every_x) * _LEAST_RATIO <= max(every_x):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
         axes.set_xlabel(x)
         axes.grid(alpha=0.3)
         if place == 0:
             axes.set_ylabel(_plain(y) or "")
-    if handles:
+    if any(handles):
         names = [name or "" for name in handles]
         figure.legend(handles.values(), names, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+_LEAST_RATIO = 3  # of the ends of a logarithmic axis, which has ticks at 1, 2 and 5
 
 
 def _plain(name: str) -> str | None:

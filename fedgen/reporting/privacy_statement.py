@@ -142,8 +142,7 @@ def protected(record: dict[str, Any]) -> str:
     one = {
         "record": "one image with its label",
         "client": "all images of one client together",
-        "person": "all images of one person at one client together, of which at most "
-        f"{record.get('images_per_person', 1)} count,",
+        "person": "all images of one person at one client together",
     }[record["unit"]]
     how = {
         ("record", "replace_one"): "was among the training data, or another in its place",

@@ -111,7 +111,7 @@ def describe(ready: Setup, sha256: str, record: Mapping[str, Any]) -> str:
         "shape": list(ready.dataset.shape),
     }
     view = record["views"]["release"]
-    published_keys = ("delta", "unit", "relation", "noise", "images_per_person")
+    published_keys = ("delta", "unit", "relation", "noise")
     privacy = {key: record[key] for key in published_keys if key in record}
     if record["without_bound"]:  # ε covers the other clients
         lost, clients = len(record["without_bound"]), len(record["clients"])

@@ -14,6 +14,7 @@ from fedgen.config.schema import TARGETS
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
 from fedgen.errors import FedgenError
+from fedgen.privacy.events import Unit
 from fedgen.storage.io import digest, read_json
 
 
@@ -34,7 +35,7 @@ def noise_domain(
     settings["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
     if settings["privacy"].get("target_tpr") is None:
         settings["privacy"].pop("at_fpr", None)
-    for name in ("images_per_person", *TARGETS[1:]):  # younger than seeds that people use
+    for name in TARGETS[1:]:  # younger than seeds that people use
         if settings["privacy"].get(name) is None:
             settings["privacy"].pop(name, None)
     domain_inputs = [
@@ -49,6 +50,8 @@ def noise_domain(
         sorted(settings["group"] or []),
     ]
     domain_inputs.append(rounded_noise(noise_multiplier))
+    if config.privacy.unit == Unit.PERSON.value:
+        domain_inputs.append(config.data.get("public_persons"))  # sums are divided by it
     if settings.get("score") is not None:
         domain_inputs.append(settings["score"])
     if settings["warm_up"]["method"] is not None:

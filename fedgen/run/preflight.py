@@ -9,7 +9,7 @@ from fedgen.config.extensions import is_extension
 from fedgen.config.overrides import shell_quote, to_override_value
 from fedgen.data.datasets import Dataset
 from fedgen.privacy.events import Unit
-from fedgen.run.setup import ResolvedMethod, Setup, delta_problem_of
+from fedgen.run.setup import ResolvedMethod, Setup, delta_problem_of, public_persons
 
 MIN_IMAGES = 50
 
@@ -92,6 +92,14 @@ def data_warnings(ready: Setup) -> list[str]:
             f"warning: method.rows = {assumed:,} is far from the actual number of images, and "
             f"samples will be of little use: set a public number near it as {by}"
         )
+    persons, is_person = public_persons(config), plan.unit is Unit.PERSON
+    if persons and is_person and dataset.persons is not None:
+        actual = len(np.unique(dataset.persons[rows]))
+        if not 0.5 <= persons / actual <= 2:
+            warnings.append(
+                f"warning: data.public_persons = {persons:,} is far from the actual number, and "
+                "samples will be of little use: set a public number near it"
+            )
     counts = np.bincount(dataset.labels[rows], minlength=dataset.classes)
     warnings += [
         f"warning: {text}" for text in narrow_range(dataset) + rare_labels(dataset, counts)

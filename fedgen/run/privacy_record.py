@@ -369,7 +369,6 @@ class Accounts:
             "delta": self.privacy.delta,
             "protected": self.privacy.protected,
             "unit": plan.unit.value,
-            **self._persons(),
             **({} if self.selected is None else {"selection": self.selected.public_facts}),
             "relation": plan.relation.value,
             "sampler": plan.sampler,
@@ -403,11 +402,6 @@ class Accounts:
             return sum(self.selected.client_spends[client].values())
         ledger = self.ledgers.get(client)
         return state.queries[client] if ledger is None else ledger.releases
-
-    def _persons(self) -> dict[str, int]:
-        if self.method.plan.unit is not Unit.PERSON:
-            return {}
-        return {"images_per_person": self.method.plan.images_per_person}
 
     def _aggregation(self, spends: Mapping[int, Spend], lost: frozenset[int]) -> dict[str, Any]:
         """Describe where the noise was added; for secure sums, also ε against the server if more

@@ -21,7 +21,7 @@ from fedgen.data.canaries import Canaries, add_canaries
 from fedgen.data.corruption import corrupt, sample_bugged_clients
 from fedgen.data.datasets import Dataset, Shard, build_dataset
 from fedgen.data.labels import validate_names
-from fedgen.data.partition import Index, check_clients, check_shards, limit_per_person
+from fedgen.data.partition import Index, check_clients, check_one_client_per_person, check_shards
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind, ClientProgram, Method, PublicFacts
 from fedgen.methods.families.pretraining import requires_sums, warm_up
@@ -221,7 +221,7 @@ def resolve_method(
         threshold=asked_for.threshold,
         colluders=asked_for.colluders,
         unit=Unit(asked_for.unit) if asked_for.unit else None,
-        images_per_person=asked_for.images_per_person or 1,
+        persons=public_persons(config),
         all_clients=all_clients,
     )
     factory = build(config.method, "method")
@@ -263,16 +263,24 @@ def _protected(config: DictConfig, plan: Plan, clients: int, rows: int | None) -
     """Return the public number of protected units; None if it is not public."""
     if plan.unit is Unit.CLIENT:
         return clients
+    if plan.unit is Unit.PERSON:
+        return public_persons(config)
     public = public_rows(config)
     if public is None and plan.relation is Relation.REPLACE_ONE:
-        public = rows  # single client: replacing a record keeps the number of records
-    return None if public is None else max(int(public) // plan.images_per_person, 1)
+        return rows  # single client: replacing a record keeps the number of records
+    return public
 
 
 def public_rows(config: DictConfig) -> int | None:
     """Return the public number of records of all clients; None if it is not given."""
     rows = OmegaConf.select(config, "data.public_rows") or OmegaConf.select(config, "method.rows")
     return None if rows is None else int(rows)
+
+
+def public_persons(config: DictConfig) -> int | None:
+    """Return the public number of persons of all clients; None if it is not given."""
+    persons: int | None = config.data.get("public_persons")
+    return persons
 
 
 def delta_problem_of(privacy: Privacy, plan: Plan) -> tuple[str, str] | None:
@@ -336,24 +344,17 @@ def partitioned_data(config: DictConfig) -> tuple[Dataset, list[Index]]:
         writers=held.writers,
         streams=streams,
     )
-    if held.is_remote:  # each site limits its own persons
-        return held, shards
-    check_shards(shards, config.partition.get("clients"), len(held.labels))
-    return held, limit_persons(config, held, shards)
+    if not held.is_remote:  # each site checks its own persons
+        check_shards(shards, config.partition.get("clients"), len(held.labels))
+        check_persons(config, held, shards)
+    return held, shards
 
 
-def limit_persons(config: DictConfig, held: Dataset, shards: list[Index]) -> list[Index]:
-    """Return the records of clients that a run uses: if it protects persons, at most
-    ``privacy.images_per_person`` of each.
-
-    Raises:
-        FedgenError: if persons are unknown, or have records at several of these clients.
-    """
-    if config.privacy.unit != Unit.PERSON.value:
-        return shards
-    streams = RandomStreams.from_seed(config.seed, config.privacy.noise).at("data")
-    most, records = config.privacy.images_per_person, (held.images, held.labels)
-    return limit_per_person(shards, held.persons, most, *records, streams)
+def check_persons(config: DictConfig, held: Dataset, shards: list[Index]) -> None:
+    """Raise FedgenError if a run protects persons that are unknown, or have records at several of
+    these clients."""
+    if config.privacy.unit == Unit.PERSON.value:
+        check_one_client_per_person(shards, held.persons)
 
 
 def _members(group: object, clients: int) -> list[int]:

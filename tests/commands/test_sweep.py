@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import json
 import shlex
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forked import Command, until
 from omegaconf import DictConfig
@@ -120,6 +122,44 @@ def test_rows_of_the_table_are_labelled_by_differing_settings() -> None:
         "seed=0 method=mixture_small",
     ]
     assert sweep.labels(sweep.varied_settings(configs("method=dp_merf_small"))) == ["run 0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "others"),
+    [
+        (["method=dp_merf_small,mixture_small", "privacy.target_epsilon=1,5"],
+         "privacy.target_epsilon", {"method=dp_merf_small", "method=mixture_small"}),
+        (["privacy.target_epsilon=1,5", "method.features=10,20"],
+         "privacy.target_epsilon", {"features=10", "features=20"}),
+        (["method.features=10,20"], "method.features", {""}),
+        (["seed=0,1"], None, set()),
+        (["method.features=10,20", "rounds=10,20"], None, set()),
+    ],
+)  # fmt: skip
+def test_a_sweep_over_a_number_averages_seeds(
+    words: list[str], setting: str | None, others: set[str]
+) -> None:
+    """For each classifier and each combination of the other settings: mean and standard deviation
+    over seeds, at each value."""
+    split = [word.split("=") for word in [*words, "seed=3,4,5"][:3]]
+    grid = [[f"{key}={value}" for value in values.split(",")] for key, values in split]
+    configs = [
+        compose("config", ["method=dp_merf_small", *point]) for point in itertools.product(*grid)
+    ]
+    settings = sweep.varied_settings(configs)
+    assert sweep.compared_setting(settings) == setting
+    if setting is None:
+        return
+    accuracies = [{"cnn": number / 100, "knn": 0.5} for number in range(len(configs))]
+    panels = sweep.accuracy_by_setting(settings, accuracies, setting)
+    assert set(panels) == {"cnn", "knn"} and set(panels["cnn"]) == others
+    values = sorted({float(of_run[setting]) for of_run in settings})
+    for lines in panels["cnn"].values():
+        assert [point[0][0] for point in lines] == values
+    assert all(spread == 0 for lines in panels["knn"].values() for [(_, _, spread)] in lines)
+    seeds = len({config.seed for config in configs})
+    [first, *_] = panels["cnn"].values()
+    assert first[0][0][2] == pytest.approx(np.std(np.arange(seeds) / 100))
 
 
 @pytest.mark.slow

@@ -16,13 +16,10 @@ from omegaconf import OmegaConf
 
 from fedgen import cli
 from fedgen.commands import tune as tuning
-from fedgen.commands.tune import _run_config
-from fedgen.config.compose import compose
 from fedgen.federation import checkpoint
 from fedgen.methods.families.scoring import SCORE
 from fedgen.privacy.accounting import epsilon
 from fedgen.privacy.events import Relation, Selection, total
-from fedgen.privacy.gaussian_dp import gaussian_epsilon
 from fedgen.privacy.ledger import spend_from_json
 from fedgen.storage.folders import locked_folder
 from fedgen.storage.run_dir import RunDir
@@ -302,18 +299,6 @@ def test_a_run_without_a_score_is_not_selected(
     assert cli.run([*words, "mean_runs=1.5"]) == 2
     assert "ended without a score" in capsys.readouterr().err
     assert not (tmp_path / "tuned" / "selected").exists()
-
-
-@kills(
-    "fedgen/commands/tune.py",
-    "gaussian_epsilon(images / sigma, delta)",
-    "gaussian_epsilon(1 / sigma, delta)",
-)
-def test_the_noise_of_a_score_protects_all_images_of_a_person(words: list[str]) -> None:
-    config = compose("tune", [*words[1:], "privacy.unit=person", "privacy.images_per_person=5"])
-    point = compose("config", ["method=mixture_small"])
-    noise = _run_config(config, point, 2.0).score.noise_multiplier
-    assert gaussian_epsilon(5 / noise, 1e-5) == pytest.approx(0.2 * 2.0, rel=0.1)
 
 
 def test_a_folder_is_used_by_one_command(

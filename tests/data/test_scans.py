@@ -825,7 +825,7 @@ def test_training_writes_no_names_of_persons(
 ) -> None:
     """For each format, in one command."""
     words = make(tmp_path / "data")
-    persons = [] if "privacy.unit=record" in words else ["privacy.images_per_person=2"]
+    persons = [] if "privacy.unit=record" in words else ["data.public_persons=20"]
     unit = "person" if persons else "record"
     run = tmp_path / "run"
     assert cli.run([

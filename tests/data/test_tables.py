@@ -74,7 +74,7 @@ def test_columns_that_are_not_named_are_not_read(scans: Path) -> None:
 def test_a_run_per_person_from_a_table(scans: Path, tmp_path: Path) -> None:
     words = ["method=dp_merf_small", "data=folder", f"data.path={scans}", "data.public_rows=18",
              "data.labels=[ill,well]",
-             "partition=by_folder", "privacy.unit=person", "privacy.images_per_person=2",
+             "partition=by_folder", "privacy.unit=person", "data.public_persons=6",
              "privacy.aggregation=secure", "rounds=3", "evaluation=none",
              "runtime=in_process", "privacy.noise=secure"]  # fmt: skip
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 0
@@ -92,7 +92,7 @@ def test_data_check_counts_the_persons(scans: Path, capsys: pytest.CaptureFixtur
     )
     output = capsys.readouterr().out
     assert "6 persons, with 3 images each" in output
-    assert "privacy.unit=person privacy.images_per_person=2" in output
+    assert "privacy.unit=person data.public_persons=6" in output
 
 
 def test_a_possible_person_column_is_warned_of(

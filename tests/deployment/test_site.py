@@ -102,14 +102,13 @@ def test_an_allowed_run_is_prepared_by_the_site(tmp_path: Path) -> None:
 
 @kills(
     "fedgen/deployment/site.py",
-    "[index] = setup.limit_persons(config, rows, [np.arange(len(rows.labels))])",
-    "index = np.arange(len(rows.labels))",
+    "setup.check_persons(config, rows, [np.arange(len(rows.labels))])",
+    "pass",
 )
 @pytest.mark.parametrize("clients", [1, 3])
-def test_a_site_bounds_its_own_persons(clients: int, tmp_path: Path) -> None:
-    """The coordinator sets the limit of images per person; the site selects them and accounts per
-    person. It refuses if its data have no persons."""
-    words = [f"partition.clients={clients}", "privacy.unit=person", "privacy.images_per_person=2"]
+def test_a_site_protects_its_own_persons(clients: int, tmp_path: Path) -> None:
+    """It accounts per person, and refuses if its data have no persons."""
+    words = [f"partition.clients={clients}", "privacy.unit=person", "data.public_persons=300"]
     if clients == 1:
         words.append("privacy.aggregation=local")
     wanted, here = asked(*words), place(tmp_path, aggregations=("local", "secure"))
@@ -120,11 +119,11 @@ def test_a_site_bounds_its_own_persons(clients: int, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="about a person, which is not allowed"):
         open_run(replace(here, policy=replace(here.policy, units=("record",))), wanted)
     contexts, _ = open_run(here, wanted)
-    expected = np.minimum(np.bincount(persons), 2).sum()
-    assert len(contexts._setup.shard(0)) == expected < len(persons)
+    held_persons = contexts._setup.shard(0).persons
+    assert held_persons is not None and held_persons.max() == len(np.unique(persons)) - 1
     [entry] = here.account.entries(_ROWS)
     assert entry.unit is Unit.PERSON and contexts._setup.terms.account is not None
-    assert contexts._setup.terms.account.plan.images_per_person == 2
+    assert contexts._setup.terms.account.plan.unit is Unit.PERSON
 
 
 def test_teachers_without_records_are_refused_by_the_only_site(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_response_is_the_gradient_of_the_mean_over_copies() -> None:
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
     here, whole = STREAMS.at("sum", 0), torch.zeros(())
     shown: list[int] = []
-    for number, rows in enumerate(client.mechanism.batch_parts(60, here, 64 // 3)):
+    for number, rows in enumerate(client.mechanism.batch_parts(SHARD, here, 64 // 3)):
         images, labels = SHARD.rows(torch.from_numpy(rows))
         clean = (images * 2 - 1).repeat_interleave(3, 0)
         levels, noise, dropped = client._random_inputs(len(rows), clean, here.at("copies", number))

@@ -354,8 +354,8 @@ def test_an_invalid_rate_is_refused(rate: float) -> None:
 
 @kills(
     "fedgen/methods/families/dp_sgd.py",
-    "clients = facts.clients if of_each else 1",
-    "clients = 1",
+    "(facts.clients if of_each else 1)",
+    "1",
 )
 @pytest.mark.parametrize(
     ("clients", "kind", "rate"),

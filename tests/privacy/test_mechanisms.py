@@ -190,7 +190,7 @@ def test_no_mechanism_has_a_bound_without_noise(clip: float, streams: RandomStre
         RowGaussian(Ball(clip), 0.0, Routing("per_step", 10), True, Unit.RECORD).event(5),
         JointGaussian(clip, 0.0, poisson, relation, Unit.RECORD).release(torch.ones(2, 3), streams),
         SumGaussian(clip, 0.0, poisson, 1.0, relation, Unit.RECORD).release((3,), [part], streams),
-        SumGaussian(clip, 0.0, poisson, 1.0, relation, Unit.PERSON, max_records=3).event(),
+        SumGaussian(clip, 0.0, poisson, 1.0, relation, Unit.PERSON).event(),
         ClientMean(clip, 0.0, poisson, 1.0, relation).release((3,), [part], streams),
         ClientGaussian(clip, 0.0, relation, Participation(0.5)).release(
             3, lambda: torch.ones(3), streams
@@ -344,14 +344,20 @@ def test_a_sum_moves_by_at_most_its_sensitivity(
     (
         "        return GaussianDpEvent(self.noise_multiplier)\n"
         "\n"
-        "    def batch_parts(self, records: int, streams: RandomStreams, part_size: "
-        "int)"
+        "    def batch_parts(\n"
+        "        self, records: Records, streams: RandomStreams, part_size: int\n"
+        "    ) -> list[Indices]:\n"
+        '        """Sample the batch of the next release, in parts of about ``part_size`` '
+        'records."""'
     ),
     (
         "        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))\n"
         "\n"
-        "    def batch_parts(self, records: int, streams: RandomStreams, part_size: "
-        "int)"
+        "    def batch_parts(\n"
+        "        self, records: Records, streams: RandomStreams, part_size: int\n"
+        "    ) -> list[Indices]:\n"
+        '        """Sample the batch of the next release, in parts of about ``part_size`` '
+        'records."""'
     ),
 )
 @kills(
@@ -478,7 +484,7 @@ def test_sampling_is_part_of_the_event() -> None:
     poisson, fixed = PoissonSampling(0.25), FixedSizeSampling(3, 12)
     for batches in (poisson, fixed, FullBatch()):
         mechanism = SumGaussian(1.0, 2.0, batches, 3.0, REPLACE, Unit.RECORD)
-        [drawn] = mechanism.batch_parts(12, STREAMS.at("some"), 64)
+        [drawn] = mechanism.batch_parts(range(12), STREAMS.at("some"), 64)
         assert mechanism.event() == batches.event(GaussianDpEvent(2.0))
         assert np.array_equal(drawn, batches.sample(12, STREAMS.at("some")))
         assert sorted(set(drawn.tolist())) == drawn.tolist()
@@ -571,7 +577,7 @@ def test_one_record_changes_its_own_part_alone(batches: PoissonSampling | FullBa
     mechanism = SumGaussian(1.0, 1.0, batches, 640.0, ADD_OR_REMOVE, Unit.RECORD)
     for step in range(20):
         streams = STREAMS.at("parts", step)
-        less, more = (mechanism.batch_parts(rows, streams, 64) for rows in (1200, 1201))
+        less, more = (mechanism.batch_parts(range(rows), streams, 64) for rows in (1200, 1201))
         assert len(less) == len(more) == 10
         changed = [place for place in range(10) if not np.array_equal(less[place], more[place])]
         assert len(changed) <= 1

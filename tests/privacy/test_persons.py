@@ -13,16 +13,17 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutation import kills
-from scipy.stats import binom, kstest, norm
+from scipy.stats import binom, chisquare, kstest, norm
 from tiny import Train, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
-from fedgen.data.partition import limit_per_person
+from fedgen.data.datasets import Shard
+from fedgen.data.partition import check_one_client_per_person
 from fedgen.errors import FedgenError
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.batch_sampling import PoissonSampling
-from fedgen.privacy.clipping import sum_of_rows
+from fedgen.privacy.batch_sampling import FullBatch, PoissonSampling
+from fedgen.privacy.clipping import ClippedSum, sum_of_rows
 from fedgen.privacy.events import (
     PoissonSampledGroup,
     Relation,
@@ -121,104 +122,172 @@ def test_events_without_a_bound_for_groups() -> None:
         epsilon(sampled(0.1, 1.0, 2), 1e-5, Relation.REPLACE_ONE)
 
 
+# --- mechanism ------------------------------------------------------------------------------------
+
+
+def records(persons: np.ndarray) -> Shard:
+    """Return records of these persons."""
+    images = torch.zeros(len(persons), 1, 1, 1, dtype=torch.uint8)
+    return Shard(images, torch.zeros(len(persons), dtype=torch.long), torch.from_numpy(persons))
+
+
+def exact_sum(
+    persons: np.ndarray, rows: np.ndarray, streams: RandomStreams, part_size: int = 64
+) -> np.ndarray:
+    """Return the sum without sampling, with hardly any noise, of contributions (n, d)."""
+    mechanism = SumGaussian(1.0, 1e-9, FullBatch(), 1.0, RELATION, Unit.PERSON)
+    parts = mechanism.sums(
+        records(persons),
+        streams,
+        part_size,
+        lambda part: sum_of_rows(torch.from_numpy(rows[part]), 1.0),
+    )
+    return mechanism.noised(rows.shape[1], parts, streams).double().numpy()
+
+
+@kills(
+    "fedgen/privacy/clipping.py",
+    "value / max(count, 1) for name",
+    "value for name",
+)
 @kills(
     "fedgen/privacy/mechanisms.py",
-    (
-        "        return group_event(\n"
-        "            self.sampling.event(GaussianDpEvent(self.noise_multiplier)), "
-        "self.max_records\n"
-        "        )"
-    ),
-    "        return self.sampling.event(GaussianDpEvent(self.noise_multiplier))",
+    "if self.unit is not Unit.PERSON or not isinstance(self.sampling, FullBatch):",
+    "if self.unit is Unit.PERSON:",
+)
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "persons[counts[persons] == count]",
+    "persons[counts[persons] <= count]",
+)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 80),
+    st.floats(0, 1e6),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_person_moves_a_sum_by_at_most_the_clip_norm(
+    counts: list[int], part_size: int, scale: float, seed: int
+) -> None:
+    """The sum is the sum over persons of the means of their clipped rows, for any number of records
+    and any size of parts. All records of a person count as one, and those of others are unchanged
+    without them."""
+    streams, rng = RandomStreams.from_seed(3, "seeded"), np.random.default_rng(seed)
+    persons = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+    rows = rng.normal(size=(len(persons), 3)) * scale
+    rows[persons == 0] = rows[persons == 0][0]  # all in one direction
+    clipped = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1)
+    expected = sum(clipped[persons == person].mean(0) for person in range(len(counts)))
+    whole = exact_sum(persons, rows, streams, part_size)
+    assert whole == pytest.approx(expected, abs=2e-3 * len(counts))
+    rest = persons > 0
+    without = exact_sum(persons[rest] - 1, rows[rest], streams, part_size)
+    assert np.linalg.norm(whole - without) <= 1 + 1e-6
+    moved = np.where(rest[:, None], rows, -rows)
+    assert np.linalg.norm(exact_sum(persons, moved, streams, part_size) - whole) <= 2 + 1e-6
+
+
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "    if records.shape[1] <= part_size:",
+    "    if True:",
+)
+def test_a_person_with_many_records_is_summed_alone(streams: RandomStreams) -> None:
+    """Memory stays bounded, and the arithmetic of others does not depend on the split."""
+    mechanism = SumGaussian(1.0, 1.0, FullBatch(), 4.0, RELATION, Unit.PERSON)
+    persons, seen = np.array([0] * 100 + [1] * 100 + [2, 2, 3, 3]), []
+
+    def contribution(part: np.ndarray) -> ClippedSum:
+        seen.append(part)
+        return sum_of_rows(torch.ones(len(part), 1), 1.0)
+
+    for _ in mechanism.sums(records(persons), streams, 64, contribution):
+        pass
+    assert sorted(map(len, seen)) == [4, 36, 36, 64, 64]
+    assert all(len(set(persons[part])) == 1 for part in seen if len(part) > 4)
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(204))
+
+
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "        if self.unit is not Unit.PERSON:\n            return _split_batch(",
+    "        if True:\n            return _split_batch(",
 )
 @pytest.mark.parametrize(("size", "rate", "sigma"), [(5, 0.3, 0.5), (3, 0.05, 1.0)])
 def test_a_sum_has_the_accounted_distribution(size: int, rate: float, sigma: float) -> None:
     """For a person whose records all have one direction: the test fails for one of a thousand
     honest mechanisms."""
-    mechanism = SumGaussian(
-        1.0, sigma, PoissonSampling(rate), 1.0, RELATION, Unit.PERSON, max_records=size
-    )
-    assert mechanism.event() == group_event(
-        PoissonSampledDpEvent(rate, GaussianDpEvent(sigma)), size
-    )
+    mechanism = SumGaussian(1.0, sigma, PoissonSampling(rate), 1.0, RELATION, Unit.PERSON)
+    assert mechanism.event() == PoissonSampledDpEvent(rate, GaussianDpEvent(sigma))
     rows = torch.full((size, 1), 7.0)  # clipped to 1
     result = []
     for number in range(3000):
         here = RandomStreams.from_seed(number, "seeded")
-        sums = (
-            sum_of_rows(
-                rows[torch.from_numpy(part)], 1.0, torch.zeros(len(part), dtype=torch.long), 1
-            )
-            for part in mechanism.batch_parts(size, here, 100)
+        sums = mechanism.sums(
+            records(np.zeros(size, np.int64)), here, 100, lambda part: sum_of_rows(rows[part], 1.0)
         )
         result.append(float(mechanism.noised(1, sums, here)))
 
     def law(x: np.ndarray) -> np.ndarray:
-        counts = np.arange(size + 1)
-        shifted = norm.cdf((np.asarray(x)[:, None] - counts) / sigma)
-        return shifted @ binom.pmf(counts, size, rate)
+        present, absent = norm.cdf((np.asarray(x) - 1) / sigma), norm.cdf(np.asarray(x) / sigma)
+        return rate * present + (1 - rate) * absent
 
     assert kstest(result, law).pvalue > 1e-3
 
 
-# --- rows -----------------------------------------------------------------------------------------
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    'streams.secret_bits(len(counts), "record of person") % counts.astype(np.uint64)',
+    "np.zeros(len(counts), np.uint64)",
+)
+def test_a_batch_has_one_record_of_each_sampled_person() -> None:
+    """All records of a person are equally likely. The test fails for one of a million honest
+    samplers."""
+    persons = np.array([2, 0, 1, 0, 2, 2, 0, 2])
+    mechanism = SumGaussian(1.0, 1.0, PoissonSampling(0.6), 3.0, RELATION, Unit.PERSON)
+    seen, batches = np.zeros(8), 3000
+    for number in range(batches):
+        streams = RandomStreams.from_seed(number, "seeded")
+        [batch] = mechanism.batch_parts(records(persons), streams, 64)
+        assert len(set(persons[batch])) == len(batch) and (np.diff(batch) > 0).all()
+        seen[batch] += 1
+    expected = batches * 0.6 / np.bincount(persons)[persons]
+    for person in range(3):
+        own = persons == person
+        assert abs(seen[own].sum() - batches * 0.6) < 5 * np.sqrt(batches * 0.24)
+        assert own.sum() == 1 or chisquare(seen[own]).pvalue > 1e-7
+    assert seen == pytest.approx(expected, rel=0.15)
+
+
+def test_a_mechanism_for_persons_requires_them(streams: RandomStreams) -> None:
+    mechanism = SumGaussian(1.0, 1.0, FullBatch(), 1.0, RELATION, Unit.PERSON)
+    shard = Shard(torch.zeros(2, 1, 1, 1, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="needs the person in each record"):
+        mechanism.batch_parts(shard, streams, 64)
+    with pytest.raises(ValueError, match="needs the person in each record"):
+        list(mechanism.sums(shard, streams, 64, lambda part: sum_of_rows(torch.ones(1, 1), 1.0)))
+
+
+# --- partition ------------------------------------------------------------------------------------
 
 
 @kills(
     "fedgen/data/partition.py",
-    "kept.append(np.sort(order[place < most]))",
-    "kept.append(np.sort(order[place <= most]))",
+    "    if len(np.unique(np.concatenate(by_client))) < sum(map(len, by_client)):",
+    "    if not by_client:",
 )
-@kills(
-    "fedgen/data/partition.py",
-    "keyed_digest(key, example_content(images[row], int(labels[row]))) for row in shard\n",
-    "keyed_digest(key, example_content(images[0], int(row))) for row in shard\n",
-)
-@given(st.integers(0, 11), st.integers(1, 4))
-def test_removing_a_person_leaves_the_records_of_others(person: int, most: int) -> None:
-    """Other records then have other positions; some person may have the same image twice."""
-    rng, streams = np.random.default_rng(0), RandomStreams.from_seed(3, "seeded")
-    persons = np.sort(rng.integers(0, 12, 150))
-    images = rng.integers(0, 4, (150, 1, 1, 2), dtype=np.uint8)
-    labels = rng.integers(0, 2, 150)
-
-    def kept(there: np.ndarray, named: np.ndarray) -> list[tuple[int, ...]]:
-        own = (named, most, images[there], labels[there], streams)
-        [rows] = limit_per_person([np.arange(len(there))], *own)
-        assert (np.diff(rows) > 0).all()
-        assert np.bincount(persons[there][rows]).max() == most
-        return sorted(
-            (
-                int(persons[there][row]),
-                int(labels[there][row]),
-                *images[there][row].ravel().tolist(),
-            )
-            for row in rows
-        )
-
-    whole = kept(np.arange(150), persons)
-    rest = np.flatnonzero(persons != person)
-    others = kept(rest, np.unique(persons[rest], return_inverse=True)[1])
-    assert others == [each for each in whole if each[0] != person]
-
-
-@kills(
-    "fedgen/data/partition.py",
-    "    if len(np.unique(np.concatenate(homes))) < sum(map(len, homes)):",
-    "    if not homes:",
-)
-def test_a_person_belongs_to_one_client(streams: RandomStreams) -> None:
+def test_a_person_belongs_to_one_client() -> None:
     persons = np.array([0, 0, 1, 1])
-    rows = np.zeros((4, 1, 8, 8), np.uint8), np.zeros(4, np.int64)
+    check_one_client_per_person([np.array([0, 1]), np.array([2, 3])], persons)
     with pytest.raises(FedgenError, match="several clients images of one person"):
-        limit_per_person([np.array([0, 2]), np.array([1, 3])], persons, 1, *rows, streams)
+        check_one_client_per_person([np.array([0, 2]), np.array([1, 3])], persons)
     with pytest.raises(FedgenError, match="do not name the person"):
-        limit_per_person([np.arange(4)], None, 1, *rows, streams)
+        check_one_client_per_person([np.arange(4)], None)
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
-PERSONS = ["privacy.unit=person", "privacy.images_per_person=3"]
+PERSONS = ["privacy.unit=person", "data.public_persons=20"]
 SUMS = [
     "dpgan_small", "dp_wgan_gp_small", "psg_small", "dpdm_small", "dp_merf_small",
     "dp_merf_ae_small", "dp_hp_small", "mixture_small", "central_images_small",
@@ -251,8 +320,8 @@ def ready(method: str, people: str) -> Setup:
 
 @pytest.mark.parametrize("method", SUMS)
 def test_a_person_moves_a_sum_by_the_proven_distance(method: str, people: str) -> None:
-    """All records in every batch: the release moves by three clip norms, and no less is accounted.
-    A mechanism that counted single records would be three times too far."""
+    """All persons in every batch: the release moves by one clip norm for a person with three
+    images. A mechanism that summed them would move it three times as far."""
     made = ready(method, people)
     loud, quiet = made.at_noise(1.0), made.at_noise(1e-4)
     for kind in range(len(loud.worst_cases())):
@@ -290,11 +359,11 @@ def test_a_run_protects_persons(method: str, people: str, train: Train) -> None:
     words = ["data=folder", people, "data.classes=10", "data.public_rows=160", *PERSONS]
     run = train(f"method={method}", *words, "partition=by_writer", "privacy.target_epsilon=4")
     record = json.loads((run / "privacy.json").read_text())
-    assert (record["unit"], record["images_per_person"]) == ("person", 3)
+    assert (record["unit"], record["protected"]) == ("person", 20)
     assert record["claimed"] is None
     assert record["views"]["server"]["epsilon"] <= 4
     assert (
-        "all images of one person at one client together, of which at most 3 count"
+        "all images of one person at one client together"
         in (run / "public" / "PRIVACY.md").read_text()
     )
     before = (run / "privacy.json").read_bytes()
@@ -313,13 +382,11 @@ def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method=dp_merf_small", "privacy.unit=person"], "privacy.images_per_person: is not set"),
-        (
-            ["method=dp_merf_small", "privacy.images_per_person=2"],
-            "applies only to",
-        ),
-        (["method=dp_merf_small", *PERSONS], "the data do not name the person"),
-        (["privacy.unit=person", "privacy.images_per_person=0"], "at least 1"),
+        (["method=dp_merf_small", "privacy.unit=person"], "data.public_persons: is not set"),
+        (["method=dpgan_small", "privacy.unit=person"], "data.public_persons: is not set"),
+        (["method=dp_merf_small", "privacy.images_per_person=2"], "was removed"),
+        (["method=dp_merf_small", "privacy.unit=person"], "the data do not name the person"),
+        (["method=dpgan_small", *PERSONS, "method.batch=22"], "22 exceeds data.public_persons=20"),
         (["method=gs_wgan_small", "method.critics=9", *PERSONS], "cannot be person"),
         (["method=dp_sinkhorn_small", *PERSONS], "cannot be person"),
         (

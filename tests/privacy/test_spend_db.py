@@ -403,7 +403,7 @@ def test_accounts_of_persons_or_clients_are_separate(
     }
     shared = [*SECURE, "data=folder", "data.classes=4", "rounds=1", "runtime=in_process"]
     units = {
-        "person": ["privacy.unit=person", "privacy.images_per_person=2"],
+        "person": ["privacy.unit=person", "data.public_persons=20"],
         "client": ["privacy.unit=client", "privacy.aggregation=secure", "partition=by_writer"],
     }
     for unit, words in units.items():

@@ -76,7 +76,6 @@ def bundle(
     curve = guarantee.guarantee(spend, DELTA, relation, stop)
     text = {
         "participants": clients,
-        "images_per_person": 1,
         "format": ACCOUNT,
         "run": RUN,
         "settings": SETTINGS,

@@ -41,7 +41,9 @@ class FetchedShards:
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable")  # shards are read-only
-            return Shard(*(torch.from_numpy(array) for array in ray.get(self.shards[client])))
+            images, labels, persons = ray.get(self.shards[client])
+            of_persons = None if persons is None else torch.from_numpy(persons)
+            return Shard(torch.from_numpy(images), torch.from_numpy(labels), of_persons)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,9 @@ def _pool(resources: dict[str, float], num_cpus: float, num_gpus: float, count: 
     return count
 
 
-def _to_numpy(shard: Shard) -> tuple[Any, Any]:
-    return shard.images.numpy(), shard.labels.numpy()
+def _to_numpy(shard: Shard) -> tuple[Any, Any, Any]:
+    persons = None if shard.persons is None else shard.persons.numpy()
+    return shard.images.numpy(), shard.labels.numpy(), persons
 
 
 @dataclass

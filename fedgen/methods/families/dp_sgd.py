@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from dp_accounting import DpEvent
 
-from fedgen.config.constraints import missing_public_rows
+from fedgen.config.constraints import missing_count
 from fedgen.data.datasets import Shard
 from fedgen.errors import FedgenError
 from fedgen.methods.api import (
@@ -74,7 +74,6 @@ def gradient_sum(
         RELATION,
         unit,
         aggregation,
-        max_records=facts.images_per_person,
     )
 
 
@@ -88,14 +87,15 @@ def rate_for_batch(
         rows: public estimate of the number of records of all clients.
 
     Raises:
-        FedgenError: if it is None, or smaller than a batch.
+        FedgenError: if it is None, or a batch exceeds the number of protected units.
     """
     if rows is None:
-        raise missing_public_rows("method.sampling_rate is derived from it")
-    if batch > rows:
-        raise FedgenError("method.batch", f"{batch} exceeds data.public_rows={rows}", "lower it")
-    clients = facts.clients if of_each else 1
-    return min(1.0, batch * clients / facts.rows_of_run(rows))
+        raise missing_count("public_rows", "method.sampling_rate is derived from it")
+    units = facts.units_of_run(rows)
+    if batch > units:
+        key = "public_persons" if facts.unit is Unit.PERSON else "public_rows"
+        raise FedgenError("method.batch", f"{batch} exceeds data.{key}={units:g}", "lower it")
+    return min(1.0, batch * (facts.clients if of_each else 1) / units)
 
 
 def build_method(
@@ -123,7 +123,7 @@ def build_method(
         plan,
         Routing("mean", facts.clients),
         0,
-        lambda: [worst_case().for_person(plan.images_per_person)],
+        lambda: [worst_case().for_unit(plan.unit)],
         aggregator(mechanism),
     )
 

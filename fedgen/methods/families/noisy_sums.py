@@ -31,7 +31,7 @@ from fedgen.methods.api import (
 )
 from fedgen.methods.plan import Claim, Plan
 from fedgen.privacy.aggregation import LOCAL, Sent
-from fedgen.privacy.batch_sampling import BatchSampling, FullBatch
+from fedgen.privacy.batch_sampling import BatchSampling, FullBatch, Indices
 from fedgen.privacy.clipping import ClippedSum
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.mechanisms import (
@@ -97,7 +97,8 @@ class SumMechanisms:
         of the budget and ``repeats`` queries has sqrt(repeats / share) times as much, and squared
         ratios of sensitivity to noise add up (Dong, Roth, Su 2022, corollary 3.3). None: no noise.
     rows: public number near the number of records of all clients; each client divides by its equal
-        share. At client level, a client contributes the mean over its records.
+        share (``PublicFacts.units_of_run``). At client level, a client contributes the mean over
+        its records; at person level, a person contributes the mean over theirs.
     """
 
     facts: PublicFacts
@@ -136,12 +137,11 @@ class SumMechanisms:
             clip,
             noise,
             sampling,
-            self.facts.rows_of_run(self.rows) / self.facts.clients,
+            self.facts.units_of_run(self.rows) / self.facts.clients,
             RELATION,
             self.facts.record_unit,
             aggregation,
             max_entry,
-            self.facts.images_per_person,
         )
 
 
@@ -224,9 +224,11 @@ class SumSequence:
                     index.to(prepared.device)
                 ]
 
+        def contribution(index: Indices) -> ClippedSum:
+            return sum_query.contribution(shared, *rows(torch.from_numpy(index)))
+
         def sums(mechanism: SumGaussian) -> Iterator[ClippedSum]:
-            for index in mechanism.batch_parts(len(shard), round_streams, sum_query.at_once):
-                yield sum_query.contribution(shared, *rows(torch.from_numpy(index)))
+            return mechanism.sums(shard, round_streams, sum_query.at_once, contribution)
 
         def mean() -> Tensor:
             count = max(len(shard), 1)
@@ -282,7 +284,7 @@ class SumSequence:
         round_, mechanism = self._offsets[position], self.queries[position].mechanism
         event, query_ = mechanism.event(), self.make_query(round_, shared)
         case = WorstCase(query_, first, second, read, round_, event)
-        return case.for_person(mechanism.max_records)
+        return case.for_unit(mechanism.unit)
 
     def aggregate(self, responses: Responses, round_: int, streams: RandomStreams) -> Tensor:
         """Return the sum of the clients' responses in double precision."""
