@@ -195,7 +195,7 @@ class Run(Generator):
         if (picture := self.path / "public" / "samples.png").is_file():
             encoded = base64.b64encode(picture.read_bytes()).decode()
             parts.append(f'<img alt="samples" src="data:image/png;base64,{encoded}">')
-        parts.append(f"<code>{html.escape(str(self.path))}</code>")
+        parts.append(f"<p><code>{html.escape(str(self.path))}</code></p>")
         return f"<div>{''.join(parts)}</div>"
 
 

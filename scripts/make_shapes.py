@@ -6,8 +6,8 @@
 Discs, squares, triangles, rings and crosses of any colour, position and size on any other colour,
 striped or not, with soft edges and a little noise. A tenth of a file's images is the test split.
 With ``--clients``, the output is images, ``FOLDER/CLIENT/LABEL/NUMBER.png``; with several images
-per person, which have one colour on one background, ``FOLDER/CLIENT/LABEL/PERSON/NUMBER.png``, and
-``FOLDER/images.csv`` lists them.
+per person, which have one label and one colour on one background,
+``FOLDER/CLIENT/LABEL/PERSON/NUMBER.png``, and ``FOLDER/images.csv`` lists them.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ def main() -> None:
     parser.add_argument("--stripes", action="store_true", help="on the ground")
     chosen = parser.parse_args()
     random = np.random.default_rng(chosen.seed)
-    labels = np.arange(chosen.rows) % len(SHAPES)
     few, _, most = chosen.images_per_person.partition("-")
     counts = np.full(chosen.rows, int(few))
     if most:
         counts = random.integers(int(few), int(most) + 1, chosen.rows)
     persons = np.repeat(np.arange(chosen.rows), counts)[: chosen.rows]
+    labels = persons % len(SHAPES)
     looks = [look(random) for _ in range(persons[-1] + 1)]
     images = np.stack(
         [

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 from tiny import tiny
 
 import fedgen
@@ -48,12 +51,22 @@ assert fedgen.load(run.path / "public").samples(4).images.shape == (4, 1, 8, 8)
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """All cells in order, with training of a few rounds."""
-    file = Path(__file__).parents[1] / "examples" / "first_run.ipynb"
-    cells = [each for each in json.loads(file.read_text())["cells"] if each["cell_type"] == "code"]
-    code = "\n".join("".join(each["source"]) for each in cells)
-    assert not any(each["outputs"] for each in cells)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    """In a real kernel: a run shows ε and a picture, and a typo is one line."""
+    notebook = nbformat.read(Path(__file__).parents[1] / "examples" / "first_run.ipynb", 4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in code)
+    typo = nbformat.v4.new_code_cell('fedgen.train(method="mixtur")')
+    typo.metadata.tags = ["raises-exception"]
+    notebook.cells.append(typo)
+    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = code[0].outputs[-1].data
+    assert "ε per record" in shown["text/html"] and "data:image/png;base64" in shown["text/html"]
+    [error] = [output for output in typo.outputs if output.output_type == "error"]
+    assert len(error.traceback) == 1 and "did you mean mixture?" in error.traceback[0]
+    assert "image/png" in code[1].outputs[0].data
+    page, _ = HTMLExporter().from_notebook_node(notebook)
+    (tmp_path / "notebook.html").write_text(page)
+    assert "did you mean mixture?" in page and "Traceback" not in page
 
 
 def test_a_run_equals_that_of_the_command_line(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedgen import verify
 from fedgen.commands import verify as verify_command
 from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.audit import audit_release
+from fedgen.commands.spread import describe as describe_spread
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.secagg.signing import Signer
@@ -82,6 +83,8 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         again = _release_config(was, identity, config)
     about = _about(config)
     if again is not None:
+        for line in describe_spread(run_dir):
+            print(line)
         try:
             run = train(again)
         except FedgenError as error:

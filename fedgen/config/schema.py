@@ -326,6 +326,12 @@ class _Report(_Command):
     about: _About
 
 
+class _Spread(_Command):
+    run: Text
+    draws: Count
+    jobs: Count | None
+
+
 class _Sample(_Command):
     run: Text
     n: Any  # checked by the generator, like the next two
@@ -356,6 +362,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "release": _Release,
     "report": _Report,
     "sample": _Sample,
+    "spread": _Spread,
     "tune": _Tune,
     "verify": _Verify,
 }

@@ -24,6 +24,11 @@ shares s_i of the budget and the joint noise multiplier sigma, release i has sig
 with k repeats sqrt(k) times that: squared ratios of sensitivity to noise add up to 1 / sigma^2
 (``fedgen.methods.families.noisy_sums.SumMechanisms``).
 
+If the unit is a person, a person contributes the mean over their images. Means of second moments
+and of clusters are clipped further, to the norm expected of as many images as a person has on
+average. A person whose mean is clipped counts less than one: sums of second moments then contain
+these counts, by which they are divided.
+
 For any query, a record's contribution has norm at most 1 and does not depend on other records: DCT
 coefficients, principal components, distances to clusters and projected features are exact
 (``privacy/exact_matmul.py``). It is assumed that the wavelet features of a record, in single
@@ -66,6 +71,7 @@ from fedgen.privacy.clipping import (
     sum_of_second_moments,
     symmetric_from_triangle,
 )
+from fedgen.privacy.events import Unit
 from fedgen.privacy.exact_matmul import product
 from fedgen.privacy.mechanisms import ClientGaussian, SumGaussian
 from fedgen.randomness import RandomStreams
@@ -78,6 +84,10 @@ INTENSITIES = 64  # bins of the histogram
 _COUNT = 0.5  # contribution of a record to a count, next to a vector of norm 1
 _JOINT = math.hypot(1, _COUNT)
 _AT_ONCE = 2000  # images
+_SIMILARITY = {"second_moments": 0.3, "clusters": 0.5, "covariances": 0.3}
+"""Assumed inner product of two contributions of one person (``SumMechanisms.person_clip``). The
+others keep the scale of all that follow: their means of persons are not clipped further."""
+_PERSON_COUNT = 0.3  # contribution of an image to the count of a sum of second moments
 _NONE = 1e-9  # a negligible share of records
 
 
@@ -87,12 +97,17 @@ _NONE = 1e-9  # a negligible share of records
 @dataclass(frozen=True)
 class Contributions:
     """Contributions of records to each sum: functions of the shared arrays of a query, images (n,
-    c, h, w) in [0, 1] and labels (n,)."""
+    c, h, w) in [0, 1] and labels (n,).
+
+    count: entry in front of deviations, so that their second moments count records as well; 0: no
+        such entry.
+    """
 
     shape: tuple[int, int, int]
     classes: int
     basis: Tensor
     clusters: int
+    count: float
 
     def histogram(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
         """Fractions of pixels at each intensity, per channel, and the mean square; both have norm
@@ -117,7 +132,7 @@ class Contributions:
     ) -> ClippedSum:
         """Outer product of the deviation from the mean of the label."""
         deviation, bound = self.dct(images) - shared["means"][labels], float(shared["bound"])
-        return sum_of_second_moments(clip_rows(deviation, bound) / bound, 1.0)
+        return sum_of_second_moments(self._counted(deviation, bound), 1.0)
 
     def cluster_sums(
         self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor
@@ -142,7 +157,31 @@ class Contributions:
         )
         nearest = self.nearest_cluster(components, shared["centres"], labels)
         deviation = components - shared["centres"][labels, nearest]
-        return sum_of_second_moments(clip_rows(deviation, bound) / bound, 1.0, labels, self.classes)
+        rows = self._counted(deviation, bound)
+        return sum_of_second_moments(rows, 1.0, labels, self.classes)
+
+    def _counted(self, deviation: Tensor, bound: float) -> Tensor:
+        """Return deviations (n, d), clipped to norm ``bound`` and divided by it, after ``count`` if
+        it is not 0, jointly of norm at most 1."""
+        rows = clip_rows(deviation, bound) / bound
+        if not self.count:
+            return rows
+        counts = torch.full_like(rows[:, :1], self.count)
+        return torch.cat([counts, rows], 1) / math.hypot(1, self.count)
+
+    def moments(self, response: Tensor, side: int, bound: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Decode sums of second moments of deviations: matrices (..., side, side), and counts (...)
+        if they contain them."""
+        if not self.count:
+            return symmetric_from_triangle(response, side) * bound.square(), None
+        matrices = symmetric_from_triangle(response, side + 1) * (1 + self.count**2)
+        counts = matrices[..., 0, 0] / self.count**2
+        return matrices[..., 1:, 1:] * bound.square(), counts
+
+    def triangle(self, side: int) -> int:
+        """Return the number of entries of a sum of second moments."""
+        side += bool(self.count)
+        return side * (side + 1) // 2
 
     def dct(self, images: Tensor) -> Tensor:
         """Return the lowest DCT coefficients of each channel (n, c * m * m)."""
@@ -314,10 +353,9 @@ class Server:
 
     def _update_components(self, state: Mapping[str, Tensor], response: Tensor) -> Tensors:
         side, bound = state["means"].shape[1], state["bound"].double()
-        records = state["counts"].double().sum()
-        values, vectors = torch.linalg.eigh(
-            symmetric_from_triangle(response, side) * bound.square() / records
-        )
+        moments, counts = self.contributions.moments(response, side, bound)
+        records = state["counts"].double().sum() if counts is None else counts.clamp(min=0.1)
+        values, vectors = torch.linalg.eigh(moments / records)
         count = self.sizes.components
         values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
         # largest eigenvalue of the noise (Wigner)
@@ -368,7 +406,11 @@ class Server:
     def _update_covariances(self, state: Mapping[str, Tensor], response: Tensor) -> Tensors:
         side, bound = len(state["variances"]), state["bound"].double()
         counts = state["counts"].double()
-        sums = symmetric_from_triangle(response.view(self.classes, -1), side) * bound.square()
+        sums, moment_counts = self.contributions.moments(
+            response.view(self.classes, -1), side, bound
+        )
+        if moment_counts is not None:  # of all labels together: those of each are noisy
+            counts = counts * (moment_counts.sum() / counts.sum()).clamp(0.1, 10)
         noise = self.stds["covariances"] * bound.square() / math.sqrt(2)  # off the diagonal
         pooled = sums.sum(0) / counts.sum()
         variances = pooled.diagonal().clamp(
@@ -558,7 +600,10 @@ def mixture(
 
     def mechanism(name: str) -> SumGaussian | ClientGaussian:
         return sums.mechanism(
-            mixture_share * shares[name], repeats[name], client_clip=client_clips[name]
+            mixture_share * shares[name],
+            repeats[name],
+            client_clip=client_clips[name],
+            person_clip=sums.person_clip(_SIMILARITY.get(name, 1.0)),
         )
 
     mechanisms = {name: mechanism(name) for name in shares}
@@ -588,6 +633,7 @@ def mixture(
         facts.classes,
         dct_basis((facts.shape[1], facts.shape[2]), sizes.dct_size),
         sizes.clusters,
+        _PERSON_COUNT if facts.unit is Unit.PERSON else 0.0,
     )
     queries = [
         SumQuery(
@@ -601,7 +647,7 @@ def mixture(
         ),
         SumQuery(
             "second_moments",
-            coefficients * (coefficients + 1) // 2,
+            contributions.triangle(coefficients),
             mechanisms["second_moments"],
             contributions.second_moments,
         ),
@@ -614,7 +660,7 @@ def mixture(
         ),
         SumQuery(
             "covariances",
-            facts.classes * count * (count + 1) // 2,
+            facts.classes * contributions.triangle(count),
             mechanisms["covariances"],
             contributions.cluster_covariances,
         ),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 from weakref import WeakSet
@@ -88,6 +88,24 @@ class ClippedSum:
         """Return the sum over ``count``, at least 1: the same bound holds."""
         gradients = {name: value / max(count, 1) for name, value in self.gradients.items()}
         return replace(self, gradients=gradients)
+
+
+def clipped_mean(sums: Sequence[ClippedSum], count: int, clip: float) -> ClippedSum:
+    """Return the mean over the ``count`` records of one person, in double precision, clipped to
+    norm ``clip``, of clipped sums over parts of them."""
+    names = sums[0].gradients
+    total = {
+        name: sum(
+            (part.gradients[name].double() for part in sums[1:]),
+            start=sums[0].gradients[name].double(),
+        )
+        for name in names
+    }
+    mean = {name: value / count for name, value in total.items()}
+    norm = torch.stack([value.square().sum() for value in mean.values()]).sum().sqrt()
+    factor = clipping_factors(norm, clip)
+    gradients = {name: value * factor for name, value in mean.items()}
+    return ClippedSum(gradients, norm[None], clip, _SEAL)
 
 
 def clipping_factors(norms: Tensor, clip: float, margin: float = _ROUNDING_MARGIN) -> Tensor:

@@ -5,7 +5,7 @@ contributions.
 |---|---|---|---|
 | ``RowGaussian`` | each row separately | its ``bounds.py`` diameter / the same | GS-WGAN, votes |
 | ``JointGaussian`` | a whole matrix | 2C / 2C | DP-Sinkhorn |
-| ``SumGaussian`` | each record or person of a sum | C / 2C | DP-SGD (``descent``); DP-MERF (once) |
+| ``SumGaussian`` | each record of a sum, or person | C / 2C | DP-SGD (``descent``); DP-MERF |
 | ``ClientGaussian`` | the vector of a client | C / 2C | FedAvg-GAN; DP-MERF at client level |
 | ``ClientMean`` | the mean of a client over a batch | C / 2C | DP-SGD at client level |
 
@@ -45,7 +45,7 @@ from fedgen.privacy.batch_sampling import (
     Records,
 )
 from fedgen.privacy.bounds import Bound
-from fedgen.privacy.clipping import ClippedSum, clip_rows
+from fedgen.privacy.clipping import ClippedSum, clip_rows, clipped_mean
 from fedgen.privacy.events import Relation, Unit, repeat
 from fedgen.privacy.routing import Routing
 from fedgen.randomness import RandomStreams
@@ -252,13 +252,15 @@ class SumGaussian(Mechanism):
     of all other parts unchanged, to the last bit, and the parts are added in double precision.
 
     If the unit is a person, a person counts as one record would, whatever the number of their
-    records. Without sampling they contribute the mean of their clipped contributions, whose norm
-    is at most C (``sums``). In a sampled batch, which consists of persons, they contribute one
-    record, chosen at random (``batch_parts``).
+    records. Without sampling they contribute the mean of their clipped contributions, clipped to
+    ``person_clip`` times C (``sums``). A sampled batch consists of persons, who contribute one
+    record each, chosen at random (``batch_parts``).
 
     divisor: expected batch size or public number of records (of persons, if they are the unit),
         never a realized size.
     max_entry: maximum entry of a record's contribution, over C.
+    person_clip: norm that the mean of a person is clipped to, over C; 1, which no mean exceeds,
+        unless the unit is a person and there is no sampling.
     """
 
     clip: float
@@ -269,13 +271,26 @@ class SumGaussian(Mechanism):
     unit: Unit
     aggregation: Aggregation = LOCAL
     max_entry: float = 1.0
+    person_clip: float = 1.0
 
     def __post_init__(self) -> None:
         _check_relation(self.sampling, self.relation)
+        if self.person_clip != 1 and not (self._averages_persons and 0 < self.person_clip <= 1):
+            raise ValueError(f"person_clip={self.person_clip:g} applies to means of persons")
 
     def sensitivity(self, relation: Relation) -> float:
         """Return the L2 sensitivity of the released sum to one record or person."""
-        return _clip_norms_moved(relation) * self.clip / self.divisor
+        return _clip_norms_moved(relation) * self._contribution_clip / self.divisor
+
+    @property
+    def _averages_persons(self) -> bool:
+        """Whether a person contributes the mean over their records."""
+        return self.unit is Unit.PERSON and isinstance(self.sampling, FullBatch)
+
+    @property
+    def _contribution_clip(self) -> float:
+        """Maximum norm of the contribution of a record or person."""
+        return self.clip * self.person_clip
 
     @property
     def value_range(self) -> tuple[float, float]:
@@ -310,17 +325,23 @@ class SumGaussian(Mechanism):
         contribution: Callable[[Indices], ClippedSum],
     ) -> Iterator[ClippedSum]:
         """Yield the clipped sums over the parts of the batch of the next release; without sampling,
-        the mean over the records of each person if that is the unit.
+        the clipped mean over the records of each person if that is the unit.
 
         Args:
             contribution: records -> sum of their clipped contributions.
         """
-        if self.unit is not Unit.PERSON or not isinstance(self.sampling, FullBatch):
+        if not self._averages_persons:
             yield from map(contribution, self.batch_parts(records, streams, part_size))
             return
         order, starts = _by_person(records)
         counts, share = np.diff(starts), max(1, part_size // _RECORDS_OF_PERSON)
         for persons in _split_batch(self.sampling, len(counts), streams, self.divisor, share):
+            if self.person_clip < 1:
+                for person in persons:
+                    rows = order[starts[person] : starts[person + 1]]
+                    parts = [contribution(piece) for piece in _pieces(rows, part_size)]
+                    yield clipped_mean(parts, len(rows), self._contribution_clip)
+                continue
             for count in np.unique(counts[persons]):
                 first = starts[:-1][persons[counts[persons] == count]]
                 for rows in _summed_together(order[first[:, None] + np.arange(count)], part_size):
@@ -345,7 +366,7 @@ class SumGaussian(Mechanism):
     def _exact(self, size: int, sums: Iterable[ClippedSum]) -> Tensor:
         total: Tensor | None = None
         for part in sums:
-            if part.clip > self.clip:
+            if part.clip > self._contribution_clip:
                 raise ValueError("a part was clipped to a larger norm than the sensitivity assumes")
             flat = part.flat()
             total = flat if total is None else total.add_(flat)
@@ -457,7 +478,11 @@ def _summed_together(records: Indices, part_size: int) -> Iterator[Indices]:
         yield np.sort(records.ravel())
         return
     for of_person in records:
-        yield from np.split(of_person, range(part_size, len(of_person), part_size))
+        yield from _pieces(of_person, part_size)
+
+
+def _pieces(records: Indices, part_size: int) -> list[Indices]:
+    return np.split(records, range(part_size, len(records), part_size))
 
 
 _RECORDS_OF_PERSON = 4  # assumed where memory is planned

@@ -83,7 +83,7 @@ def contact_sheet(
     axes.tick_params(length=0)
     axes.set_frame_on(False)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
+    figure.savefig(picture, dpi=120, bbox_inches="tight")  # titles of any length
     write_image(np.asarray(Image.open(picture).convert("RGB")).transpose(2, 0, 1), path)
 
 

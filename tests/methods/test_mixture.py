@@ -114,8 +114,8 @@ def run(method: Method, shards: list[Shard], streams: RandomStreams = STREAMS) -
 @kills("fedgen/methods/families/noisy_sums.py", "(repeats / share) ** 0.5", "(1 / share) ** 0.5")
 @kills(
     "fedgen/methods/mixture.py",
-    "mixture_share * shares[name], repeats[name]",
-    "shares[name], repeats[name]",
+    "mixture_share * shares[name],",
+    "shares[name],",
 )
 @pytest.mark.parametrize("teacher", ["none", "ridge", "descent"])
 def test_all_sums_together_cost_one_gaussian(teacher: str) -> None:
@@ -414,6 +414,55 @@ def test_at_client_level_a_client_counts_once() -> None:
     assert all(
         bool(value.isfinite().all()) for value in state.values() if value.is_floating_point()
     )
+
+
+def of_persons(rows: Shard, images: int) -> Shard:
+    """Return the records, as those of persons with so many images each."""
+    return Shard(rows.images, rows.labels, torch.arange(len(rows)) // images)
+
+
+def test_persons_with_one_image_are_records() -> None:
+    """Without noise, the estimates are the same, although their moments are counted separately."""
+    facts = PublicFacts(1, None, 2, SHAPE, unit=Unit.PERSON, persons=200)
+    rows = shard(200)
+    by_record = run(make(), [rows])
+    by_person = run(mixture(facts, None, **SETTINGS), [of_persons(rows, 1)])
+    for name in ("power", "counts", "means", "variances", "shares"):  # others up to signs
+        assert torch.allclose(by_record[name], by_person[name], rtol=1e-4, atol=1e-5), name
+
+
+@kills(
+    "fedgen/methods/mixture.py",
+    "counts = counts * (moment_counts.sum() / counts.sum()).clamp(0.1, 10)",
+    "pass",
+)
+@kills(
+    "fedgen/methods/mixture.py",
+    "if counts is None else counts.clamp(min=0.1)",
+    "",
+)
+@pytest.mark.parametrize("images", [2, 10])
+def test_clipped_means_of_persons_keep_the_scale(images: int) -> None:
+    """With hardly any noise, persons with equal images have the covariances of single records,
+    although their means are clipped to about half: moments are divided by their own counts."""
+    persons, rows = 400, shard(400)
+    copies = Shard(
+        rows.images.repeat_interleave(images, 0),
+        rows.labels.repeat_interleave(images),
+        torch.arange(persons).repeat_interleave(images),
+    )
+    changed = {**SETTINGS, "private_classifier": "none"}
+    facts = PublicFacts(1, None, 2, SHAPE, unit=Unit.PERSON, persons=persons)
+    method = mixture(facts, 1e-4, **{**changed, "rows": persons * images})
+    norms = {query.name: query.mechanism.person_clip for query in sequence_of(method)}
+    assert norms["means"] == 1 > norms["covariances"] >= 0.55
+    by_person, by_record = (
+        run(method, [copies]),
+        run(make(1e-4, private_classifier="none", rows=400), [rows]),
+    )
+    for name in ("variances", "roots"):
+        ratio = by_person[name].square().sum() / by_record[name].square().sum()
+        assert float(ratio) == pytest.approx(1, rel=0.2), name
 
 
 def test_augmentation_keeps_the_shape_of_images() -> None:

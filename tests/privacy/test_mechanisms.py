@@ -459,7 +459,7 @@ def released_noise(kind: str, relation: Relation) -> tuple[np.ndarray, float]:
 
 @kills(
     "fedgen/privacy/mechanisms.py",
-    "return _clip_norms_moved(relation) * self.clip / self.divisor",
+    "return _clip_norms_moved(relation) * self._contribution_clip / self.divisor",
     "return _clip_norms_moved(relation) * self.clip / self.divisor**1.5",
 )
 @kills(

@@ -132,10 +132,11 @@ def records(persons: np.ndarray) -> Shard:
 
 
 def exact_sum(
-    persons: np.ndarray, rows: np.ndarray, streams: RandomStreams, part_size: int = 64
+    persons: np.ndarray, rows: np.ndarray, streams: RandomStreams, part_size: int, clip: float
 ) -> np.ndarray:
     """Return the sum without sampling, with hardly any noise, of contributions (n, d)."""
-    mechanism = SumGaussian(1.0, 1e-9, FullBatch(), 1.0, RELATION, Unit.PERSON)
+    mechanism = SumGaussian(1.0, 1e-9, FullBatch(), 1.0, RELATION, Unit.PERSON, person_clip=clip)
+    assert mechanism.sensitivity(RELATION) == pytest.approx(clip)
     parts = mechanism.sums(
         records(persons),
         streams,
@@ -152,8 +153,8 @@ def exact_sum(
 )
 @kills(
     "fedgen/privacy/mechanisms.py",
-    "if self.unit is not Unit.PERSON or not isinstance(self.sampling, FullBatch):",
-    "if self.unit is Unit.PERSON:",
+    "        if not self._averages_persons:\n            yield",
+    "        if True:\n            yield",
 )
 @kills(
     "fedgen/privacy/mechanisms.py",
@@ -164,27 +165,30 @@ def exact_sum(
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.integers(1, 80),
     st.floats(0, 1e6),
+    st.sampled_from([1.0, 0.6, 0.2]),
     st.integers(0, 2**32 - 1),
 )
 def test_a_person_moves_a_sum_by_at_most_the_clip_norm(
-    counts: list[int], part_size: int, scale: float, seed: int
+    counts: list[int], part_size: int, scale: float, clip: float, seed: int
 ) -> None:
-    """The sum is the sum over persons of the means of their clipped rows, for any number of records
-    and any size of parts. All records of a person count as one, and those of others are unchanged
-    without them."""
+    """The sum is the sum over persons of the clipped means of their clipped rows, for any number of
+    records and any size of parts. All records of a person count as one, and those of others are
+    unchanged without them."""
     streams, rng = RandomStreams.from_seed(3, "seeded"), np.random.default_rng(seed)
     persons = rng.permutation(np.repeat(np.arange(len(counts)), counts))
     rows = rng.normal(size=(len(persons), 3)) * scale
     rows[persons == 0] = rows[persons == 0][0]  # all in one direction
     clipped = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1)
-    expected = sum(clipped[persons == person].mean(0) for person in range(len(counts)))
-    whole = exact_sum(persons, rows, streams, part_size)
+    means = np.array([clipped[persons == person].mean(0) for person in range(len(counts))])
+    norms = np.linalg.norm(means, axis=1, keepdims=True)
+    expected = (means * np.minimum(1, clip / np.maximum(norms, 1e-12))).sum(0)
+    whole = exact_sum(persons, rows, streams, part_size, clip)
     assert whole == pytest.approx(expected, abs=2e-3 * len(counts))
     rest = persons > 0
-    without = exact_sum(persons[rest] - 1, rows[rest], streams, part_size)
-    assert np.linalg.norm(whole - without) <= 1 + 1e-6
-    moved = np.where(rest[:, None], rows, -rows)
-    assert np.linalg.norm(exact_sum(persons, moved, streams, part_size) - whole) <= 2 + 1e-6
+    without = exact_sum(persons[rest] - 1, rows[rest], streams, part_size, clip)
+    assert np.linalg.norm(whole - without) <= clip + 1e-6
+    moved = exact_sum(persons, np.where(rest[:, None], rows, -rows), streams, part_size, clip)
+    assert np.linalg.norm(moved - whole) <= 2 * clip + 1e-6
 
 
 @kills(
@@ -257,6 +261,18 @@ def test_a_batch_has_one_record_of_each_sampled_person() -> None:
         assert abs(seen[own].sum() - batches * 0.6) < 5 * np.sqrt(batches * 0.24)
         assert own.sum() == 1 or chisquare(seen[own]).pvalue > 1e-7
     assert seen == pytest.approx(expected, rel=0.15)
+
+
+def test_a_smaller_bound_holds_for_means_of_persons_alone() -> None:
+    """A mechanism that averages nothing would not keep to it, and sums that were clipped to a
+    larger norm are refused."""
+    for sampling, unit in ((FullBatch(), Unit.RECORD), (PoissonSampling(0.1), Unit.PERSON)):
+        with pytest.raises(ValueError, match="applies to means of persons"):
+            SumGaussian(1.0, 1.0, sampling, 1.0, RELATION, unit, person_clip=0.5)
+    mechanism = SumGaussian(1.0, 1.0, FullBatch(), 1.0, RELATION, Unit.PERSON, person_clip=0.5)
+    streams = RandomStreams.from_seed(0, "seeded")
+    with pytest.raises(ValueError, match="larger norm than the sensitivity assumes"):
+        mechanism.noised(1, [sum_of_rows(torch.ones(2, 1), 1.0)], streams)
 
 
 def test_a_mechanism_for_persons_requires_them(streams: RandomStreams) -> None:

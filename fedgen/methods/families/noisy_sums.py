@@ -114,6 +114,7 @@ class SumMechanisms:
         sampling: BatchSampling = ALL_RECORDS,
         max_entry: float = 1.0,
         client_clip: float = 1.0,
+        person_clip: float = 1.0,
     ) -> SumGaussian | ClientGaussian:
         """Return the mechanism of one sum.
 
@@ -124,6 +125,8 @@ class SumMechanisms:
             max_entry: maximum entry of a contribution, over ``clip``.
             sampling: sampling of the records of a batch; not used at client level.
             client_clip: norm that the mean contribution of a client is clipped to, over ``clip``.
+            person_clip: norm that the mean contribution of a person is clipped to, over ``clip``;
+                see ``person_clip``.
         """
         # a trusted aggregator clips the message of a client again
         limit = clip * client_clip if self.facts.unit is Unit.CLIENT else math.inf
@@ -142,7 +145,21 @@ class SumMechanisms:
             self.facts.record_unit,
             aggregation,
             max_entry,
+            person_clip if self.facts.unit is Unit.PERSON else 1.0,
         )
+
+    def person_clip(self, similarity: float) -> float:
+        """Return the root mean square norm of the mean of as many contributions of norm 1 as a
+        person has records on average, by public numbers. Clipping to it loses little, and means
+        that much less noise.
+
+        Args:
+            similarity: mean inner product of two contributions of one person, in [0, 1].
+        """
+        if self.facts.unit is not Unit.PERSON or self.noise_multiplier is None:
+            return 1.0
+        records = max(1.0, self.rows / (self.facts.persons or self.rows))
+        return math.sqrt((1 + (records - 1) * similarity) / records)
 
 
 def mean_std(mechanism: SumGaussian | ClientGaussian, clients: int) -> float:
