@@ -228,6 +228,8 @@ class _DebugGroup(_Section):
     generators: Annotated[int, Ge(2)]
     samples: Annotated[int, Ge(100), Le(10**6)]
     margin: Fraction
+    set_size: Count | None
+    halvings: Natural
 
 
 class _Debug(_Train):

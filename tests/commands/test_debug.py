@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mutation import kills
 from PIL import Image
 
 from fedgen import cli
+from fedgen.data.corruption import sample_bugged_clients
+from fedgen.privacy.gaussian_dp import gaussian_epsilon
+from fedgen.randomness import RandomStreams
 
 DIGITS = ["partition=iid", "partition.clients=8", "runtime.threads=1"]
 
@@ -86,10 +92,15 @@ def test_a_group_of_clients_keeps_its_numbers(tmp_path: Path) -> None:
         (["partition=single"], "partition: 1 client(s) are too few"),
         (
             ["privacy.target_epsilon=0.05"],
-            "privacy: the noise in the number of a client's images",
+            "privacy: the noise in the number of images of a client",
         ),
         (["privacy.unit=client"], "privacy: the noise is too large"),
-        (["privacy.aggregation=secure"], "privacy.aggregation: "),
+        (["privacy.aggregation=trusted"], "privacy.aggregation: "),
+        (["privacy.aggregation=secure"], "debug.set_size: 8 clients give 4 sets of 2"),
+        (
+            ["privacy.aggregation=secure", "partition.clients=20", "debug.set_size=1"],
+            "debug.set_size: 20 clients give 20 sets of 1",
+        ),
         (["privacy=none"], "privacy: adds no noise"),
         (["method.sums=1"], "method.sums: is 1, and there are 8 clients"),
         (["group=[0,1,2]"], "group: 3 client(s) are too few"),
@@ -128,3 +139,45 @@ def test_the_contact_sheet_is_marked_as_generated(rotated: Path) -> None:
     assert (
         "trainedAlgorithmicMedia" in Image.open(rotated / "clients.png").text["XML:com.adobe.xmp"]
     )
+
+
+# --- secure sums ----------------------------------------------------------------------------------
+
+SECURE = ["partition=iid", "partition.clients=24", "privacy.aggregation=secure", "debug.set_size=4",
+          "runtime.threads=1"]  # fmt: skip
+
+
+@pytest.mark.slow
+@kills("fedgen/commands/debug.py", 'name.count(".") < halvings', "True")
+@kills("fedgen/commands/debug.py", "canonical(plan.server_event(self.contributions))", "{}")
+@pytest.mark.parametrize("halvings", [0, 1])
+def test_secure_sums_of_sets_are_halved(
+    halvings: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The set with the faulty client is found, and then its half: no sum is of one client. Clients
+    of a halved set pay for two sums."""
+    place = tmp_path / "run"
+    fault = ["corruption.fraction=0.04", "corruption.fault=inverted", f"debug.halvings={halvings}"]
+    assert cli.run(["debug", *SECURE, *fault, f"run_dir={place}"]) == 0
+    output = capsys.readouterr().out
+    streams = RandomStreams.from_seed(0, "seeded").at("data")
+    [faulty] = np.flatnonzero(sample_bugged_clients(24, 0.04, streams))
+    results = json.loads((place / "results.json").read_text())
+    sets = [row["clients"] for row in results["clients"]]
+    assert sorted(itertools.chain(*sets)) == list(range(24))
+    assert sorted(map(len, sets)) == ([2, 2] * halvings + [4] * (6 - halvings))
+    found = [row for row in results["clients"] if row["differs"]]
+    assert [faulty in row["clients"] for row in found] == [True]
+    assert found[0]["explanation"]["share"] == pytest.approx(1 / (4 - 2 * halvings), abs=0.15)
+    one = json.loads((place / "set-0" / "results.json").read_text())["epsilon"]["server"]
+    assert 9.9 < one <= 10
+    if halvings:  # two Gaussian releases with the noise of one at this ε
+        noise = json.loads((place / "set-0" / "privacy.json").read_text())["noise_multiplier"]
+        two = gaussian_epsilon(math.sqrt(2) / noise, 1e-5)
+        assert results["epsilon"]["server"] == pytest.approx(two, rel=0.01)
+        assert "for the clients of 2 sums" in output
+    else:
+        assert results["epsilon"]["server"] == one
+    before = (place / "results.json").read_bytes()
+    assert cli.run(["debug", *SECURE, *fault, f"run_dir={place}"]) == 0
+    assert (place / "results.json").read_bytes() == before
