@@ -56,7 +56,10 @@ def check(config: DictConfig) -> str:
         names = ", ".join(dataset.names[:_MAX_NAMES])
         lines.append(f"labels, published by name (data.names=false: by number): {names}")
     lines += [f"warning: {warning}" for warning in _warnings(dataset, counts, test)]
-    if (wrong := delta_problem(config.privacy.delta, rows, "image")) is not None:
+    units, unit = rows, "image"
+    if dataset.persons is not None and dataset.has_persons:
+        units, unit = len(np.unique(dataset.persons)), "person"
+    if (wrong := delta_problem(config.privacy.delta, units, unit)) is not None:
         lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
     usual = compose("account", [f"data={config.names.data}"])
@@ -67,7 +70,7 @@ def check(config: DictConfig) -> str:
     )
     lines.append(
         "(choose privacy.target_epsilon: 1 is a strong guarantee if δ is well below 1 / number of "
-        f"images; the default is {usual.privacy.target_epsilon:g})"
+        f"{unit}s; the default is {usual.privacy.target_epsilon:g})"
     )
     if "privacy.aggregation=secure" in fitting:
         lines.append(

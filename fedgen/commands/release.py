@@ -77,6 +77,11 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         raise FedgenError("run", problem, remedy)
     if wrong := delta_problem(privacy["delta"], privacy.get("protected"), privacy["unit"]):
         raise FedgenError("privacy.delta", wrong[0], f"train anew, {wrong[1]}")
+    warnings = run_dir.results().get("data_warnings", []) if run_dir.finished else []
+    if warnings and not config.accept_warnings:
+        problem = f"is not set, and the rehearsal has the warning: {warnings[0]}"
+        remedy = "rehearse with other settings, or set it to true"
+        raise FedgenError("accept_warnings", problem, remedy)
     _check_attacks(run_dir, config.max_attack_tpr)
     again = None
     if was.privacy.noise == "seeded":

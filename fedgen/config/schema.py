@@ -310,6 +310,7 @@ class _Release(_Command):
     audit: Literal[True, False, "auto"]
     budget_epsilon: PrivacyLevel | None
     max_attack_tpr: OpenFraction | None
+    accept_warnings: bool
     registry: bool
     about: _AboutRelease
 

@@ -32,7 +32,7 @@ Labels = NDArray[np.int64]
 class Shard:
     """Records of one client: images (n, channels, height, width) uint8 and labels (n,) int64.
 
-    persons: number of the person in each record (n,) int64, from 0; None: unknown.
+    persons: number of the person in each record (n,) int64; None: unknown.
     """
 
     images: Tensor
@@ -48,7 +48,7 @@ class Shard:
         if self.persons is None:
             return None
         persons = self.persons.numpy()
-        counts = np.bincount(persons)
+        counts = np.unique(persons, return_counts=True)[1]
         return np.argsort(persons, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
 
     def of_persons(self, count: int) -> Shard:
@@ -262,10 +262,8 @@ class Dataset:
     def shard(self, index: Labels) -> Shard:
         """Return the given training records."""
         images, labels = torch.from_numpy(self.images[index]), torch.from_numpy(self.labels[index])
-        if self.persons is None:
-            return Shard(images, labels)
-        persons = np.unique(self.persons[index], return_inverse=True)[1].astype(np.int64)
-        return Shard(images, labels, torch.from_numpy(persons))
+        persons = None if self.persons is None else torch.from_numpy(self.persons[index])
+        return Shard(images, labels, persons)
 
 
 def data_root(root: str | None) -> Path:

@@ -135,7 +135,14 @@ def folder(
         problem = "does not apply to folders of images, which are named after labels"
         raise FedgenError("data.label", problem, "leave it out, or list the images in a table")
     else:
-        listed = read_folders(places, labels, persons=person == FOLDER)
+        try:
+            listed = read_folders(places, labels, persons=person == FOLDER)
+        except FedgenError as error:
+            if person in (None, FOLDER) or "within those of labels" not in error.problem:
+                raise
+            problem = f"is {person[:100]!r}, and {error.problem}"
+            remedy = "if each is a person, set it to folder, and data.labels"
+            raise FedgenError("data.person", problem, remedy) from error
     if person is not None and not tag and not any(record.person for record in listed.records):
         listed = replace(listed, records=match_persons(listed, person))
     options = ReadOptions(size, channels, window, axis, tag, allow_multiple=True)
@@ -164,6 +171,10 @@ def _dataset(
     if options.tag:
         files = [replace(f, person=tag) for f, tag in zip(files, decoded.tag_values, strict=True)]
     files = [replace(f, person=unicodedata.normalize("NFC", f.person)) for f in files]
+    pairs = {(f.person, f.label) for f in files if f.person}
+    if len(pairs) == len(dict(pairs)) == len({label for _, label in pairs}) > 1:
+        problem = "gives a person per label, as the label does"
+        raise FedgenError("data.person", problem, "give what differs between persons")
     parts = [
         (f, f"{f.name}#{number}" if count > 1 else f.name)
         for f, count in zip(files, decoded.counts.tolist(), strict=True)

@@ -313,6 +313,12 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(name[:_MAX_NAME_CHARS] for name in sorted(names)[:MAX_SHOWN]) + more
 
 
+def mask(name: str) -> str:
+    """Return a name with other letters and digits, for messages: it may identify a person."""
+    name = re.sub(r"[^\W\d_]", "a", name[:_MAX_NAME_CHARS])
+    return re.sub(r"\d", "0", name)
+
+
 def is_image_name(name: str) -> bool:
     """Return whether a file is an image, by its name."""
     from PIL import Image

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from fedgen.data.images import MAX_SHOWN, is_image_name, shorten
+from fedgen.data.images import MAX_SHOWN, is_image_name, mask, shorten
 from fedgen.data.labels import infer_names, sort_names
 from fedgen.data.scans import PREAMBLE, is_dicom
 from fedgen.data.tables import Listing, Record
@@ -130,13 +130,14 @@ def read_folders(
             for path in _files(label)
         ]
         within = [
-            str(subfolder)
+            subfolder.name
             for *_, label in labelled
             for subfolder in _folders(label)
             if _files(subfolder)
         ]
         if within:
-            problem = f"folders within a label's folder are not read: {shorten(within)}"
+            problem = f"{len(within)} folders within those of labels are not read, such as "
+            problem += f"{mask(within[0])} (letters and digits replaced)"
             remedy = "move their images up, or remove them; if each is a person, set "
             raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
     unlabelled = [

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgen.data.images import DecodedFiles, shorten
+from fedgen.data.images import DecodedFiles, mask, shorten
 from fedgen.data.tables import Listing, Record
 from fedgen.errors import FedgenError
 
@@ -39,10 +39,12 @@ def match_persons(listed: Listing, expression: str) -> list[Record]:
     if pattern.groups < 1:
         problem = f"{expression[:100]!r} is neither a column nor a regular expression with a group"
         raise FedgenError("data.person", problem, remedy)
-    matches = [pattern.search(PurePosixPath(record.name).name) for record in records]
+    names = [PurePosixPath(record.name).name for record in records]
+    matches = [pattern.search(name) for name in names]
     persons = [match[1] if match else None for match in matches]
-    if lacking := [r.name for r, person in zip(records, persons, strict=True) if not person]:
-        problem = f"does not match {len(lacking)} of {len(records)} file names: {shorten(lacking)}"
+    if lacking := [name for name, person in zip(names, persons, strict=True) if not person]:
+        problem = f"does not match {len(lacking)} of {len(records)} file names, such as "
+        problem += f"{mask(lacking[0])} (letters and digits replaced)"
         raise FedgenError("data.person", problem, "change the expression, or rename the files")
     return [replace(r, person=str(p)) for r, p in zip(records, persons, strict=True)]
 

@@ -204,8 +204,8 @@ def dp_merf_ae(
             SumQuery(
                 "autoencoder",
                 coder.parameters,
-                SumMechanisms(facts, noise_multiplier, batch).mechanism(
-                    clip=clip, sampling=sampling
+                SumMechanisms(facts, noise_multiplier, rows).mechanism(
+                    clip=clip, sampling=sampling, batch=batch
                 ),
                 gradients,
                 autoencoder_steps,

@@ -199,8 +199,8 @@ class Contributions:
     def nearest_cluster(self, points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
         """Return the nearest centre of the label (labels, k, d) for each point (n, d)."""
         nearest = torch.zeros(len(points), dtype=torch.long, device=points.device)
-        for label, label_centres in enumerate(centres.double()):
-            selected = labels == label
+        for label in set(labels.tolist()):
+            selected, label_centres = labels == label, centres[label].double()
             products = product(points[selected], label_centres.T, (self.max_norms, self.max_norms))
             nearest[selected] = (label_centres.square().sum(1) - 2 * products).argmin(1)
         return nearest

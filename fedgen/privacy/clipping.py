@@ -296,13 +296,13 @@ def sum_of_second_moments(
     used = torch.where((factors != 0)[:, None], torch.cat([private, other], 1), 0.0)
     down, right = torch.triu_indices(rows.shape[1], rows.shape[1], device=rows.device)
     weight = torch.where(down == right, 1.0, math.sqrt(2)).double()
-    sums = []
-    for block in range(count):
+    total = private.new_zeros(count, len(down) + rows.shape[1] * other.shape[1])
+    for block in range(count) if blocks is None else set(blocks.tolist()):
         selected = slice(None) if blocks is None else (blocks == block).to(rows.device)
         product = scaled[selected].T @ used[selected]
         square, cross = product[:, : rows.shape[1]], product[:, rows.shape[1] :]
-        sums.append(torch.cat([square[down, right] * weight, cross.flatten()]))
-    return ClippedSum({"rows": torch.stack(sums)}, norms, clip, _SEAL)
+        total[block] = torch.cat([square[down, right] * weight, cross.flatten()])
+    return ClippedSum({"rows": total}, norms, clip, _SEAL)
 
 
 def symmetric_from_triangle(triangles: Tensor, side: int) -> Tensor:

@@ -471,14 +471,12 @@ def _by_person(records: Records) -> tuple[Indices, Indices]:
 
 
 def _summed_together(records: Indices, part_size: int) -> Iterator[Indices]:
-    """Yield the records (persons, records of each) that are summed together: all of them, or those
-    of one person in turn if they alone exceed a part. What is summed together then contains all
-    persons of the part with as many records, or only one person."""
-    if records.shape[1] <= part_size:
-        yield np.sort(records.ravel())
-        return
-    for of_person in records:
-        yield from _pieces(of_person, part_size)
+    """Yield the records (persons, records of each) that are summed together: of as many persons as
+    have about ``part_size``, or pieces of those of one person. Another person moves others to the
+    next sum: partial sums are in double precision, so that the errors stay within the margin."""
+    persons = max(1, part_size // records.shape[1])
+    for first in range(0, len(records), persons):
+        yield from _pieces(np.sort(records[first : first + persons].ravel()), part_size)
 
 
 def _pieces(records: Indices, part_size: int) -> list[Indices]:

@@ -14,7 +14,6 @@ from fedgen.config.build import build
 from fedgen.errors import FedgenError
 from fedgen.federation.rounds import RoundFacts, RunState
 from fedgen.privacy.accounting import Epsilon
-from fedgen.privacy.events import Unit
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.loggers import Logger
 from fedgen.reporting.progress import (
@@ -110,13 +109,8 @@ class MetricsLog:
             f"{privacy.budget.rounds} rounds, proven ε ≤ {server} (server), {release} "
             f"(release) per {plan.unit.value} at δ = {privacy.delta:g}, noise multiplier {noise}"
         )
-        if self._ready.dataset.has_persons and plan.unit is Unit.RECORD:
-            self._progress.say(
-                "ε protects single images, but the data name the person in each: see "
-                "privacy.unit=person"
-            )
         warnings = delta_warnings(self._ready) + preset_warnings(self._config)
-        for warning in [*warnings, *data_warnings(self._ready)]:
+        for warning in [*warnings, *(f"warning: {w}" for w in data_warnings(self._ready))]:
             self._progress.say(warning)
 
     def _log(self, state: RunState, facts: RoundFacts, early: bool) -> None:

@@ -83,25 +83,28 @@ def data_warnings(ready: Setup) -> list[str]:
     if ready.privacy.noise == "secure" or ready.dataset.is_remote or config.group is not None:
         return []
     rows, dataset = np.concatenate(ready.shards), ready.dataset
-    columns, is_record = unread_columns(dataset), plan.unit is Unit.RECORD
-    warnings = [f"warning: {text}" for text in (*columns, *person_hints(dataset))]
+    is_record, is_person = plan.unit is Unit.RECORD, plan.unit is Unit.PERSON
+    warnings = unread_columns(dataset) + person_hints(dataset)
+    if dataset.has_persons and is_record:
+        warnings.append(
+            "ε protects single images, but the data name the person in each: set "
+            "privacy.unit=person and data.public_persons=N"
+        )
     assumed = OmegaConf.select(config, "method.rows")
     by = "method.rows" if assumed != config.data.get("public_rows") else "data.public_rows"
     if assumed and is_record and not 0.5 <= assumed / len(rows) <= 2:
-        warnings.append(
-            f"warning: method.rows = {assumed:,} is far from the actual number of images, and "
-            f"samples will be of little use: set a public number near it as {by}"
-        )
-    persons, is_person = public_persons(config), plan.unit is Unit.PERSON
+        warnings.append(_far_from_actual("images", f"method.rows = {assumed:,}", by))
+    persons = public_persons(config)
     if persons and is_person and dataset.persons is not None:
-        actual = len(np.unique(dataset.persons[rows]))
+        actual, name = len(np.unique(dataset.persons[rows])), "data.public_persons"
         if not 0.5 <= persons / actual <= 2:
-            warnings.append(
-                f"warning: data.public_persons = {persons:,} is far from the actual number, and "
-                "samples will be of little use: set a public number near it"
-            )
+            warnings.append(_far_from_actual("persons", f"{name} = {persons:,}", name))
     counts = np.bincount(dataset.labels[rows], minlength=dataset.classes)
-    warnings += [
-        f"warning: {text}" for text in narrow_range(dataset) + rare_labels(dataset, counts)
-    ]
-    return warnings
+    return warnings + narrow_range(dataset) + rare_labels(dataset, counts)
+
+
+def _far_from_actual(units: str, assumed: str, key: str) -> str:
+    return (
+        f"{assumed} is far from the actual number of {units}, and samples will be of little use: "
+        f"set a public number near it as {key}"
+    )

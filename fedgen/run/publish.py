@@ -22,6 +22,7 @@ from fedgen.reporting.model_card import card
 from fedgen.reporting.privacy_statement import statement
 from fedgen.reporting.registry_entry import facts
 from fedgen.run.generator import describe, draw_samples
+from fedgen.run.preflight import data_warnings
 from fedgen.run.setup import Setup, published_names
 from fedgen.storage.io import share, write_atomic
 from fedgen.storage.run_dir import RunDir
@@ -172,5 +173,6 @@ def build_results(
         "seconds_per_round": {n: s / rounds for n, s in clock.parts.items()},
         "failures": dict(sorted(state.failures.items())),
         "peak_rss_bytes": max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        "data_warnings": data_warnings(ready),
         "sha256": run_dir.digests(),
     }

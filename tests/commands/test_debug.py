@@ -83,7 +83,7 @@ def test_a_group_of_clients_keeps_its_numbers(tmp_path: Path) -> None:
     ]
 
 
-@kills("fedgen/commands/debug.py", "if clients < FEWEST:", "if clients < 1:")
+@kills("fedgen/commands/debug.py", " clients < FEWEST:", " clients < 1:")
 @kills("fedgen/commands/debug.py", "if images < _MIN_COUNT * noise:", "if False:")
 @pytest.mark.parametrize(
     ("words", "problem"),

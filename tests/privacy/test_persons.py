@@ -193,11 +193,11 @@ def test_a_person_moves_a_sum_by_at_most_the_clip_norm(
 
 @kills(
     "fedgen/privacy/mechanisms.py",
-    "    if records.shape[1] <= part_size:",
-    "    if True:",
+    "yield from _pieces(np.sort(records[first : first + persons].ravel()), part_size)",
+    "yield np.sort(records[first : first + persons].ravel())",
 )
 def test_a_person_with_many_records_is_summed_alone(streams: RandomStreams) -> None:
-    """Memory stays bounded, and the arithmetic of others does not depend on the split."""
+    """Memory stays bounded: by a part, for any number of records of each person."""
     mechanism = SumGaussian(1.0, 1.0, FullBatch(), 4.0, RELATION, Unit.PERSON)
     persons, seen = np.array([0] * 100 + [1] * 100 + [2, 2, 3, 3]), []
 
@@ -244,6 +244,33 @@ def test_a_sum_has_the_accounted_distribution(size: int, rate: float, sigma: flo
     'streams.secret_bits(len(counts), "record of person") % counts.astype(np.uint64)',
     "np.zeros(len(counts), np.uint64)",
 )
+@kills(
+    "fedgen/privacy/mechanisms.py",
+    "persons = max(1, part_size // records.shape[1])",
+    "persons = len(records)",
+)
+@kills(
+    "fedgen/data/datasets.py",
+    'np.argsort(persons, kind="stable"), np',
+    "np.arange(len(persons)), np",
+)
+def test_numbers_of_persons_may_have_gaps(streams: RandomStreams) -> None:
+    """Persons 1, 7 and 900, with 40 records each, in parts of at most 100."""
+    persons, seen = np.tile([900, 1, 7], 40), []
+    mechanism = SumGaussian(1.0, 1.0, FullBatch(), 3.0, RELATION, Unit.PERSON)
+
+    def contribution(part: np.ndarray) -> ClippedSum:
+        seen.append(part)
+        return sum_of_rows(torch.ones(len(part), 1), 1.0)
+
+    total = sum(
+        part.flat() for part in mechanism.sums(records(persons), streams, 100, contribution)
+    )
+    assert float(total) == pytest.approx(3, abs=0.01)
+    assert sorted(map(len, seen)) == [40, 80]
+    assert all(np.isin(persons, persons[part]).sum() == len(part) for part in seen)
+
+
 def test_a_batch_has_one_record_of_each_sampled_person() -> None:
     """All records of a person are equally likely. The test fails for one of a million honest
     samplers."""
@@ -385,6 +412,91 @@ def test_a_run_protects_persons(method: str, people: str, train: Train) -> None:
     before = (run / "privacy.json").read_bytes()
     assert cli.run(["train", f"resume={run}"]) == 0
     assert (run / "privacy.json").read_bytes() == before
+
+
+@pytest.mark.slow
+@kills(
+    "fedgen/federation/runtimes/ray_actor.py",
+    "torch.from_numpy(persons)",
+    "torch.arange(9999)[: len(labels)]",
+)
+def test_actors_of_ray_know_the_persons(people: str, train: Train) -> None:
+    words = ["data=folder", people, "data.classes=10", "data.public_rows=160", *PERSONS]
+    digests = []
+    for runtime in ("in_process", "ray"):
+        run = train("method=mixture_small", *words, f"runtime={runtime}", name=runtime)
+        digests.append(json.loads((run / "results.json").read_text())["generator_sha256"])
+    assert digests[0] == digests[1]
+
+
+@kills(
+    "fedgen/run/noise_domain.py", 'domain_inputs.append(config.data.get("public_persons"))', "pass"
+)
+def test_runs_with_another_divisor_have_other_noise(people: str) -> None:
+    """Noise at two scales on the same records would reveal them."""
+    words = [
+        "method=dp_merf_small",
+        "data=folder",
+        people,
+        "data.classes=10",
+        "data.public_rows=160",
+        "privacy.unit=person",
+        "privacy.target_epsilon=null",
+        "privacy.noise_multiplier=1",
+    ]
+    domains = {
+        setup(compose("config", [*words, f"data.public_persons={count}"])).domain
+        for count in (20, 40)
+    }
+    assert len(domains) == 2
+
+
+@kills("fedgen/data/datasets.py", "self.persons[rest]", "self.persons[: len(rest)]")
+@kills("fedgen/run/setup.py", "streams, rows, by_person)", "streams, rows, False)")
+@pytest.mark.parametrize("column", ["train_person", "train_writer"])
+def test_held_out_persons_are_whole(column: str, tmp_path: Path) -> None:
+    """Each image shows the number of its person, so that a shifted person is seen. Writers are
+    persons if no others are given."""
+    persons = np.random.default_rng(0).permutation(np.repeat(np.arange(40), 4))
+    images = np.repeat(persons.astype(np.uint8), 64).reshape(160, 8, 8)
+    images[:, 0, 0] = np.arange(160)
+    np.savez(
+        tmp_path / "p.npz",
+        train_images=images,
+        train_labels=np.arange(160) % 10,
+        test_images=images[:20],
+        test_labels=np.arange(20) % 10,
+        **{column: persons},
+    )
+    words = [
+        "method=dp_merf_small",
+        "data=folder",
+        f"data.path={tmp_path / 'p.npz'}",
+        "held_out=40",
+        "data.classes=10",
+        "data.public_rows=160",
+        *PERSONS,
+    ]
+    ready = setup(compose("config", words))
+    shard = ready.dataset.shard(ready.shards[0])
+    assert shard.persons is not None and torch.equal(shard.images[:, 0, 5, 5].long(), shard.persons)
+    held_out = set(ready.dataset.test_images[:, 0, 5, 5].tolist())
+    assert held_out and not held_out & set(shard.persons.tolist())
+
+
+def test_a_run_of_the_former_unit_is_refused(
+    people: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Persons counted up to N times in version 0.1.0: its steps would be accounted as fewer."""
+    words = ["data=folder", people, "data.classes=10", "data.public_rows=160", *PERSONS]
+    run = train("method=dp_merf_small", *words)
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(
+        settings.replace("privacy:\n", "privacy:\n  images_per_person: 4\n")
+    )
+    capsys.readouterr()
+    assert cli.run(["train", f"resume={run}"]) == 2
+    assert "as version 0.1.0 did (privacy.images_per_person)" in capsys.readouterr().err
 
 
 def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class SumMechanisms:
         max_entry: float = 1.0,
         client_clip: float = 1.0,
         person_clip: float = 1.0,
+        batch: int | None = None,
     ) -> SumGaussian | ClientGaussian:
         """Return the mechanism of one sum.
 
@@ -125,6 +126,8 @@ class SumMechanisms:
             max_entry: maximum entry of a contribution, over ``clip``.
             sampling: sampling of the records of a batch; not used at client level.
             client_clip: norm that the mean contribution of a client is clipped to, over ``clip``.
+            batch: expected batch size of all clients, which the sum is divided by; None: the public
+                number of records or persons.
             person_clip: norm that the mean contribution of a person is clipped to, over ``clip``;
                 see ``person_clip``.
         """
@@ -136,11 +139,12 @@ class SumMechanisms:
         noise = (self.noise_multiplier or 0.0) * (repeats / share) ** 0.5
         if self.facts.unit is Unit.CLIENT:
             return ClientGaussian(limit, noise, RELATION, aggregation=aggregation)
+        units = self.facts.units_of_run(self.rows) if batch is None else batch
         return SumGaussian(
             clip,
             noise,
             sampling,
-            self.facts.units_of_run(self.rows) / self.facts.clients,
+            units / self.facts.clients,
             RELATION,
             self.facts.record_unit,
             aggregation,
