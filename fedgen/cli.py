@@ -54,7 +54,7 @@ usage: fedgen <command> [key=value ...]
   fedgen evaluate run=DIR                 evaluate a finished run again
   fedgen evaluate samples=FILE.npz data=NAME     evaluate any samples
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
-                                          about.controller|purpose|data|persons=TEXT
+                                          about.file=FILE.yaml
   fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other
                                           access to the images; pack the publishable files
   fedgen tune grid=FILE.yaml [overrides]  select settings by a noisy score on private data, covered

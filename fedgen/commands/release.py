@@ -11,7 +11,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen import verify
@@ -19,6 +18,7 @@ from fedgen.commands import verify as verify_command
 from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.audit import audit_release
 from fedgen.commands.spread import describe as describe_spread
+from fedgen.commands.statements import with_file
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.secagg.signing import Signer
@@ -28,6 +28,7 @@ from fedgen.privacy.events import describe
 from fedgen.privacy.guarantee import percent
 from fedgen.privacy.ledger import elementwise_max, spend_from_json
 from fedgen.reporting import registry_entry
+from fedgen.reporting.headline import ABOUT
 from fedgen.reporting.registry_entry import CONTROLLER_TYPES, SECTORS
 from fedgen.run import setup
 from fedgen.run.generator import read_description
@@ -38,7 +39,6 @@ from fedgen.storage.io import (
     fedgen_home,
     parse_json,
     read_json,
-    read_yaml,
     share,
     temporary_path,
 )
@@ -165,19 +165,8 @@ def _about(config: DictConfig) -> dict[str, Any] | None:
     """
     if not config.registry:
         return None
-    about: dict[str, Any] = {str(key): value for key, value in config.about.items()}
-    if (file := about.pop("file")) is not None:
-        try:
-            given = yaml.safe_load(read_yaml(Path(file)))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            problem = f"{file} cannot be read ({str(error)[:100]})"
-            raise FedgenError("about.file", problem, "give a YAML file of KEY: TEXT") from error
-        if not isinstance(given, dict):
-            raise FedgenError("about.file", f"{file} is not a mapping", "write KEY: TEXT in lines")
-        if unknown := set(map(str, given)) - set(about):
-            problem = f"{file} contains unknown keys: {', '.join(sorted(unknown))[:200]}"
-            raise FedgenError("about.file", problem, f"use only {', '.join(about)}")
-        about |= {key: str(value) for key, value in given.items() if about[key] is None}
+    settings: dict[str, Any] = {str(key): value for key, value in config.about.items()}
+    about = with_file(settings, frozenset(ABOUT))
     for key, choices in (("controller_type", CONTROLLER_TYPES), ("sector", SECTORS)):
         if about[key] is not None and about[key] not in choices:
             problem = f"{about[key]!r} is not a valid value"

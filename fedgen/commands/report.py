@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, ListConfig
 
+from fedgen.commands.statements import with_file
+from fedgen.config.schema import AboutRelease
 from fedgen.errors import FedgenError
 from fedgen.reporting.privacy_statement import unbounded_note
 from fedgen.reporting.report import report as page
@@ -34,7 +36,8 @@ def report(config: DictConfig) -> Path:
         problem = f"{out} lies in a folder that is published, and a server's page is not"
         raise FedgenError("out", problem, "choose another place, or audience=public")
     runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
-    about = {str(key): value for key, value in config.about.items()}
+    settings = {str(key): value for key, value in config.about.items()}
+    about = with_file(settings, frozenset(AboutRelease.model_fields))
     paths = [Path(str(run)) for run in runs]
     alone = len(paths) == 1 and config.audience == "server"
     if alone and is_unfinished(paths[0]):

@@ -285,7 +285,9 @@ class _Node(_Command):
     log: bool
 
 
-class _AboutRelease(_Section):
+class AboutRelease(_Section):
+    """Statements of the publisher of a release."""
+
     file: Text | None
     name: Text | None
     controller: Text | None
@@ -312,10 +314,11 @@ class _Release(_Command):
     max_attack_tpr: OpenFraction | None
     accept_warnings: bool
     registry: bool
-    about: _AboutRelease
+    about: AboutRelease
 
 
 class _About(_Section):
+    file: Text | None
     controller: Text | None
     purpose: Text | None
     data: Text | None

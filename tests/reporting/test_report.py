@@ -247,6 +247,10 @@ def test_the_report_states_what_is_protected_and_what_is_not(train: Train, tmp_p
     assert pair == pytest.approx(gaussian_epsilon(2 * count**0.5 / sigma, 1e-5), abs=1e-6)
     statement = (run / "public" / "PRIVACY.md").read_text()
     assert "A person with several images at one client is protected less: ε is at most" in statement
+    file = tmp_path / "about.yaml"  # of a release: other keys are not read
+    file.write_text("controller: St. John's\npurpose: teaching\nauthor: an author\n")
+    html = page(str(run), tmp_path / "b.html", f"about.file={file}", "about.purpose=research")
+    assert "St. John&#39;s" in html and "research" in html and "teaching" not in html
     public = page(str(run), tmp_path / "p.html", "audience=public", "about.data=scans of 2024")
     assert "scans of 2024" in public and public.count('class="missing">missing: about.') == 3
 
