@@ -38,7 +38,7 @@ usage: fedgen <command> [key=value ...]
                                           audit.releases=N audit.confidence=P
   fedgen attack run=DIR [repetitions=N]   membership inference on a finished run, compared with the
                                           proven bound; canaries=N samples=N jobs=N
-  fedgen spread run=DIR [draws=N]         train a rehearsal again with other noise: the range of
+  fedgen repeat run=DIR [repetitions=N]   train a rehearsal again with other seeds: the range of
                                           utility to expect of its release; jobs=N
   fedgen benchmark matrix=NAME|FILE.yaml  methods x data x ε x seeds: trains the missing runs, with
                                           run_dir=DIR of an earlier one; jobs=N in parallel
@@ -368,10 +368,10 @@ def _attack(config: DictConfig) -> str:
     return attack.attack(config)
 
 
-def _spread(config: DictConfig) -> str:
-    from fedgen.commands import spread
+def _repeat(config: DictConfig) -> str:
+    from fedgen.commands import repeat
 
-    return spread.spread(config)
+    return repeat.repeat(config)
 
 
 def _check(config: DictConfig) -> str:
@@ -471,7 +471,7 @@ COMMANDS = {
     "attack": _Command("attack", _attack),
     "audit": _Command("audit", _audit),
     "check": _Command("audit", _check),
-    "spread": _Command("spread", _spread),
+    "repeat": _Command("repeat", _repeat),
     "data": _Command("account", _data),
     "sample": _Command("sample", _sample),
     "evaluate": _Command("evaluate", _evaluate),

@@ -1,4 +1,4 @@
-"""Make a data set of coloured shapes for ``data=folder``: five labels, any size, no persons.
+"""Make a data set of coloured shapes for ``data=folder``: five labels, any size.
 
     python scripts/make_shapes.py FILE.npz [--side 64] [--rows 20000] [--seed 0]
     python scripts/make_shapes.py FOLDER --clients 2 [--images-per-person 4 | 1-8] [--stripes] [...]
@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, help="folders instead of a file, for so many")
+    parser.add_argument(
+        "--clients", type=int, help="number of clients; writes folders instead of a file"
+    )
     parser.add_argument("--images-per-person", default="1", help="a number, or a range, e.g. 1-8")
     parser.add_argument("--stripes", action="store_true", help="on the ground")
     chosen = parser.parse_args()

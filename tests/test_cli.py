@@ -908,7 +908,8 @@ def test_a_run_for_release_is_not_evaluated_later_either(
 ) -> None:
     run = train("privacy.noise=secure", "rounds=1")
     assert cli.run(["evaluate", f"run={run}"]) == 2
-    assert "privacy.noise=secure refuses" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has secret noise" in error and "fedgen evaluate samples=FILE.npz" in error
     text = (run / "public" / "PRIVACY.md").read_text()
     assert "not for release" not in text
     for head in ("What is protected", "Against whom", "How strongly", "What is not covered"):

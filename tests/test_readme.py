@@ -87,9 +87,10 @@ def test_a_recipe_at_two_rounds(
 ) -> None:
     monkeypatch.setenv("FEDGEN_DATA", str(data_root))
     monkeypatch.chdir(tmp_path)
-    if "data.path=clients" in recipe:
-        shapes = [ROOT / "scripts" / "make_shapes.py", "clients", "--clients", "2", "--rows", "80"]
-        subprocess.run([sys.executable, *map(str, shapes)], check=True)
+    for folder, more in (("clients", []), ("persons", ["--images-per-person", "1-8"])):
+        if f"data.path={folder}" in recipe:
+            shapes = [ROOT / "scripts" / "make_shapes.py", folder, "--clients", "2", "--rows", "80"]
+            subprocess.run([sys.executable, *map(str, shapes), *more], check=True)
     words = shlex.split(recipe)[1:]
     alone = [word for word in words if word.startswith(("method=", "experiment="))]
     config = compose("config", alone)

@@ -43,8 +43,8 @@ _METHOD = "client_statistics"
 _RUN = "statistics"  # folder of the run with a sum per client
 _SHEET_CLIENTS, _SHEET_LABELS = 24, 12
 _MAX_LISTED = 20  # clients in the output
-_SMALLEST_SET = 2  # clients of a secure sum
-_USUAL_SETS = 12
+_MIN_SET_SIZE = 2  # clients of a secure sum
+_DEFAULT_SETS = 12
 # the mean number of images of a sum must exceed this many standard deviations of its noise
 _MIN_COUNT = 2.0
 
@@ -53,7 +53,7 @@ Sets = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Released:
+class ReleasedSums:
     """Noisy sums.
 
     sets: their clients; ``by_client``: one per sum.
@@ -79,20 +79,20 @@ class Released:
         return compare(self.space, [self.space.split(row) for row in self.sums], self.std)
 
     @property
-    def contributions(self) -> int:
+    def max_contributions(self) -> int:
         """Number of sums that a client contributed to, at most."""
         return max(name.count(".") + 1 for name in self.sets)
 
     def epsilons(self, ready: Setup) -> dict[str, float]:
-        """Return ε of the clients that contributed to most sums, by adversary: that of one sum, or
-        of as many Gaussian releases; the bound against the server holds for both adversaries."""
+        """Return ε by adversary for the clients in the most sums: that of one sum, or of the
+        composed Gaussian releases; the bound against the server holds for both adversaries."""
         of_runs = [RunDir(run).results()["epsilon"] for run in self.runs]
         largest = {view: max(run[view] for run in of_runs) for view in ("server", "release")}
-        if self.contributions == 1:
+        if self.max_contributions == 1:
             return largest
         plan = ready.method.plan
         composed = epsilon(
-            canonical(plan.server_event(self.contributions)), ready.privacy.delta, plan.relation
+            canonical(plan.server_event(self.max_contributions)), ready.privacy.delta, plan.relation
         ).or_infinity
         return {view: max(value, composed) for view, value in largest.items()}
 
@@ -117,7 +117,7 @@ def debug(config: DictConfig) -> str:
     check_place(config, place)
     run = part_config(config, None, place / _RUN)
     run.group = config.group
-    sets = None if run.privacy.aggregation != "secure" else _deal(config, run)
+    sets = None if run.privacy.aggregation != "secure" else _random_sets(config, run)
     if sets is not None:
         run.group = sorted(next(iter(sets.values())))
     ready = _check(run, sets)
@@ -139,16 +139,16 @@ def debug(config: DictConfig) -> str:
 # --- sums -----------------------------------------------------------------------------------------
 
 
-def _deal(config: DictConfig, run: DictConfig) -> Sets:
+def _random_sets(config: DictConfig, run: DictConfig) -> Sets:
     """Return random sets of about ``debug.set_size`` clients, of which each is in one."""
     validation.check(run)
     everyone = len(setup.partitioned_data(run)[1])
     clients = torch.tensor(list(range(everyone)) if config.group is None else sorted(config.group))
-    size = config.debug.set_size or max(_SMALLEST_SET, len(clients) // _USUAL_SETS)
+    size = config.debug.set_size or max(_MIN_SET_SIZE, len(clients) // _DEFAULT_SETS)
     number = len(clients) // size
-    if size < _SMALLEST_SET or number < FEWEST:
+    if size < _MIN_SET_SIZE or number < FEWEST:
         problem = f"{len(clients)} clients give {number} sets of {size}"
-        remedy = f"use sets of {_SMALLEST_SET} or more, and {FEWEST} sets or more"
+        remedy = f"use sets of {_MIN_SET_SIZE} or more, and {FEWEST} sets or more"
         raise FedgenError("debug.set_size", problem, remedy)
     rng = RandomStreams.from_seed(config.seed, "seeded").at("debug").public("sets")
     order = clients[torch.randperm(len(clients), generator=rng)].numpy()
@@ -162,7 +162,7 @@ def _halved(sets: Sets, comparison: Comparison, halvings: int) -> Sets | None:
     halved: dict[str, tuple[int, ...]] = {}
     for (name, clients), differs in zip(sets.items(), comparison.differs, strict=True):
         middle = len(clients) // 2
-        if differs and middle >= _SMALLEST_SET and name.count(".") < halvings:
+        if differs and middle >= _MIN_SET_SIZE and name.count(".") < halvings:
             halved |= {f"{name}.0": clients[:middle], f"{name}.1": clients[middle:]}
         else:
             halved[name] = clients
@@ -175,19 +175,19 @@ def _complete(config: DictConfig, runs: Mapping[str, DictConfig], place: Path) -
         raise FedgenError("debug", "computing the statistics failed", f"see {failed[0]}")
 
 
-def _by_client(config: DictConfig, run: DictConfig, place: Path) -> Released:
+def _by_client(config: DictConfig, run: DictConfig, place: Path) -> ReleasedSums:
     """Return a sum of each client, by one run."""
     _complete(config, {_RUN: run}, place)
     source = load_generator(place / _RUN, "cpu")
     sums = source.weights["sums"].double()
     numbers = range(len(sums)) if config.group is None else sorted(config.group)
     sets = {str(number): (int(number),) for number in numbers}
-    return Released(sets, True, sums, float(source.weights["std"]), source, [place / _RUN])
+    return ReleasedSums(sets, True, sums, float(source.weights["std"]), source, [place / _RUN])
 
 
-def _by_set(config: DictConfig, place: Path, sets: Sets) -> Released:
-    """Return a secure sum of each set, by a run each. Noise is added to sums with less, so that all
-    have the same: what differs between sets of other sizes is then not their noise."""
+def _by_set(config: DictConfig, place: Path, sets: Sets) -> ReleasedSums:
+    """Return one secure sum per set, by a run each. Noise is added up to the largest standard
+    deviation, so that sets of different sizes are comparable."""
     folders = {name: f"set-{name}" for name in sets}
     runs = {
         folders[name]: part_config(config, sorted(clients), place / folders[name])
@@ -202,7 +202,7 @@ def _by_set(config: DictConfig, place: Path, sets: Sets) -> Released:
         noise = torch.randn(row.shape, generator=rng, dtype=row.dtype)
         sums.append(row + noise * (max(stds) ** 2 - std**2) ** 0.5)
     places = [place / folder for folder in folders.values()]
-    return Released(sets, False, torch.stack(sums), max(stds), sources[0], places)
+    return ReleasedSums(sets, False, torch.stack(sums), max(stds), sources[0], places)
 
 
 def _check(run: DictConfig, sets: Sets | None) -> Setup:
@@ -220,7 +220,8 @@ def _check(run: DictConfig, sets: Sets | None) -> Setup:
         problem = "adds no noise, relative to which clients are compared"
         raise FedgenError("privacy", problem, "use privacy=dp, with a large ε if need be")
     if run.method.sums not in (None, clients if sets is None else 1):
-        problem = f"is {run.method.sums}, and there are {clients} clients"
+        expected = f"there are {clients} clients" if sets is None else "a secure sum is one"
+        problem = f"is {run.method.sums}, and {expected}"
         raise FedgenError("method.sums", problem, "leave it out")
     if sets is None and clients < FEWEST:
         problem = f"{clients} client(s) are too few to compare"
@@ -228,16 +229,17 @@ def _check(run: DictConfig, sets: Sets | None) -> Setup:
         raise FedgenError("partition" if run.group is None else "group", problem, remedy)
     is_client = ready.method.plan.unit is Unit.CLIENT
     everyone = clients if run.group is None else len(setup.partitioned_data(run)[1])
-    of_sum, what = (1, "a client") if sets is None else (clients, "a set")
-    images = of_sum * (1.0 if is_client else float(run.method.rows) / everyone)
+    clients_per_sum, subject = (1, "a client") if sets is None else (clients, "a set")
+    images = clients_per_sum * (1.0 if is_client else float(run.method.rows) / everyone)
     noise = ready.noise * float(NOISE.total)
     if images < _MIN_COUNT * noise:
-        problem = "the noise is too large to distinguish single clients"
+        problem = f"the noise is too large to distinguish {'clients' if sets is None else 'sets'}"
         remedy = "allow a larger ε, or set privacy.unit=record"
         if not is_client:
-            problem = f"the noise in the number of images of {what}, {noise:.0f}, is too large "
+            problem = f"the noise in the number of images of {subject}, {noise:.0f}, is too large "
             problem += f"for about {images:.0f} images"
-            remedy = "allow a larger ε, or use a partition with fewer clients"
+            more = "a partition with fewer clients" if sets is None else "a larger debug.set_size"
+            remedy = f"allow a larger ε, or use {more}"
         raise FedgenError("privacy", problem, remedy)
     return ready
 
@@ -246,7 +248,7 @@ def _check(run: DictConfig, sets: Sets | None) -> Setup:
 
 
 def _show(
-    config: DictConfig, place: Path, ready: Setup, released: Released, comparison: Comparison
+    config: DictConfig, place: Path, ready: Setup, released: ReleasedSums, comparison: Comparison
 ) -> str:
     """Write the contact sheet and ``results.json``; return the results as text."""
     space, rows = released.space, comparison.ranking[:_SHEET_CLIENTS]
@@ -275,7 +277,7 @@ def _name(published: PublishedGenerator, label: int) -> str:
     return str(label) if published.labels is None else published.labels[label]
 
 
-def _row_title(released: Released, position: int, comparison: Comparison) -> str:
+def _row_title(released: ReleasedSums, position: int, comparison: Comparison) -> str:
     title = released.title(position)
     if not comparison.differs[position]:
         return title
@@ -285,7 +287,7 @@ def _row_title(released: Released, position: int, comparison: Comparison) -> str
 
 
 def _results(
-    config: DictConfig, ready: Setup, released: Released, comparison: Comparison
+    config: DictConfig, ready: Setup, released: ReleasedSums, comparison: Comparison
 ) -> dict[str, Any]:
     sets = list(released.sets.values())
     return {
@@ -316,7 +318,7 @@ def _facts(explanation: Explanation | None) -> dict[str, Any] | None:
 def _describe(
     results: dict[str, Any],
     ready: Setup,
-    released: Released,
+    released: ReleasedSums,
     comparison: Comparison,
     place: Path,
 ) -> str:
@@ -342,7 +344,7 @@ def _describe(
     if len(different) > _MAX_LISTED:
         lines.append(f"  and {len(different) - _MAX_LISTED} more in results.json")
     eps = {name: format_epsilon(value) for name, value in results["epsilon"].items()}
-    unit, sums = ready.method.plan.unit.value, released.contributions
+    unit, sums = ready.method.plan.unit.value, released.max_contributions
     of_sums = "" if sums == 1 else f" for the clients of {sums} sums"
     published = place / _RUN if released.by_client else place / "set-*"
     lines += [

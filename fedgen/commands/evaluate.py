@@ -58,6 +58,11 @@ def _evaluate_run(config: DictConfig) -> str:
     if is_unfinished(Path(config.run)):
         return _evaluate_snapshot(config)
     run_dir, trained, identity = open_run(Path(config.run), "run")
+    if trained.privacy.noise == "secure" and config.evaluation.samples:
+        problem = f"{run_dir.path} has secret noise, and its results stay free of private images"
+        remedy = f"evaluate its samples: fedgen sample run={run_dir.path} n=10000 out=FILE.npz, "
+        remedy += "then fedgen evaluate samples=FILE.npz data=..."
+        raise FedgenError("run", problem, remedy)
     trained.evaluation = config.evaluation
     ready = settings.setup(trained)
     if identity["data"] != ready.dataset.digest:

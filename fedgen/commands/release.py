@@ -17,8 +17,8 @@ from fedgen import verify
 from fedgen.commands import verify as verify_command
 from fedgen.commands.attack import LIKELIHOOD_RATIOS
 from fedgen.commands.audit import audit_release
-from fedgen.commands.spread import describe as describe_spread
-from fedgen.commands.statements import with_file
+from fedgen.commands.repeat import describe_range
+from fedgen.commands.statements import merge_statements_file
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation.secagg.signing import Signer
@@ -88,7 +88,7 @@ def release(config: DictConfig) -> tuple[Path, Path]:
         again = _release_config(was, identity, config)
     about = _about(config)
     if again is not None:
-        for line in describe_spread(run_dir):
+        for line in describe_range(run_dir):
             print(line)
         try:
             run = train(again)
@@ -166,7 +166,7 @@ def _about(config: DictConfig) -> dict[str, Any] | None:
     if not config.registry:
         return None
     settings: dict[str, Any] = {str(key): value for key, value in config.about.items()}
-    about = with_file(settings, frozenset(ABOUT))
+    about = merge_statements_file(settings, frozenset(ABOUT))
     for key, choices in (("controller_type", CONTROLLER_TYPES), ("sector", SECTORS)):
         if about[key] is not None and about[key] not in choices:
             problem = f"{about[key]!r} is not a valid value"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, ListConfig
 
-from fedgen.commands.statements import with_file
+from fedgen.commands.statements import merge_statements_file
 from fedgen.config.schema import AboutRelease
 from fedgen.errors import FedgenError
 from fedgen.reporting.privacy_statement import unbounded_note
@@ -37,7 +37,7 @@ def report(config: DictConfig) -> Path:
         raise FedgenError("out", problem, "choose another place, or audience=public")
     runs = config.runs if isinstance(config.runs, ListConfig) else [config.runs]
     settings = {str(key): value for key, value in config.about.items()}
-    about = with_file(settings, frozenset(AboutRelease.model_fields))
+    about = merge_statements_file(settings, frozenset(AboutRelease.model_fields))
     paths = [Path(str(run)) for run in runs]
     alone = len(paths) == 1 and config.audience == "server"
     if alone and is_unfinished(paths[0]):

@@ -12,12 +12,12 @@ from fedgen.errors import FedgenError
 from fedgen.storage.io import read_yaml
 
 
-def with_file(about: Mapping[str, Any], other_keys: frozenset[str]) -> dict[str, Any]:
+def merge_statements_file(about: Mapping[str, Any], ignored_keys: frozenset[str]) -> dict[str, Any]:
     """Return statements by key, completed by those in ``about["file"]``: those given as settings
     take precedence.
 
     Args:
-        other_keys: keys that the file may contain for other commands.
+        ignored_keys: keys that the file may contain for other commands.
 
     Raises:
         FedgenError: for a file that cannot be read, or contains unknown keys.
@@ -26,17 +26,17 @@ def with_file(about: Mapping[str, Any], other_keys: frozenset[str]) -> dict[str,
     if (file := about["file"]) is None:
         return statements
     try:
-        given = yaml.safe_load(read_yaml(Path(file)))
+        of_file = yaml.safe_load(read_yaml(Path(file)))
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = f"{file} cannot be read ({str(error)[:100]})"
         raise FedgenError("about.file", problem, "give a YAML file of KEY: TEXT") from error
-    if not isinstance(given, dict):
+    if not isinstance(of_file, dict):
         raise FedgenError("about.file", f"{file} is not a mapping", "write KEY: TEXT in lines")
-    if unknown := set(map(str, given)) - set(statements) - other_keys:
+    if unknown := set(map(str, of_file)) - set(statements) - ignored_keys:
         problem = f"{file} contains unknown keys: {', '.join(sorted(unknown))[:200]}"
         raise FedgenError("about.file", problem, f"use only {', '.join(statements)}")
     return statements | {
         str(key): str(value)
-        for key, value in given.items()
+        for key, value in of_file.items()
         if key in statements and statements[key] is None
     }

@@ -78,7 +78,7 @@ def varied_settings(configs: list[DictConfig]) -> list[dict[str, Any]]:
 
 def labels(settings: list[dict[str, Any]]) -> list[str]:
     """Return ``key=value ...`` of each run; and the number of the run if that is ambiguous."""
-    words = words_of(settings)
+    words = ambiguous_labels(settings)
     unique = [bool(label) and words.count(label) == 1 for label in words]
     return [
         label if is_unique else f"run {number} {label}".strip()
@@ -86,7 +86,7 @@ def labels(settings: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def words_of(settings: list[dict[str, Any]]) -> list[str]:
+def ambiguous_labels(settings: list[dict[str, Any]]) -> list[str]:
     """Return ``key=value ...`` of each run, with the last parts of keys; for groups, only their
     names."""
     groups = {
@@ -126,7 +126,7 @@ def _table(runs: list[Run], place: Path) -> list[Path]:
         return [out]
     figure = out.with_suffix(".png")
     settings = [run.settings for run in runs]
-    if (setting := compared_setting(settings)) is None:
+    if (setting := swept_setting(settings)) is None:
         curves_over_rounds(curves, "gen2real accuracy", figure)
     else:
         panels = accuracy_by_setting(settings, accuracies, setting)
@@ -134,13 +134,13 @@ def _table(runs: list[Run], place: Path) -> list[Path]:
     return [out, figure]
 
 
-def compared_setting(settings: list[dict[str, Any]]) -> str | None:
+def swept_setting(settings: list[dict[str, Any]]) -> str | None:
     """Return the x axis of a sweep: the target of its runs, or else the only number, apart from the
     seed, in which they differ; None: no such setting."""
     numbers = [
         key
         for key in settings[0]
-        if key != "seed" and all(_is_number(of_run.get(key)) for of_run in settings)
+        if key != "seed" and all(_is_number(run_settings.get(key)) for run_settings in settings)
     ]
     targets = [key for key in numbers if key.removeprefix("privacy.") in TARGETS]
     return next(iter(targets or numbers), None) if targets or len(numbers) == 1 else None
@@ -153,23 +153,23 @@ def _is_number(value: object) -> bool:
 def accuracy_by_setting(
     settings: list[dict[str, Any]], accuracies: list[dict[str, float]], setting: str
 ) -> dict[str, dict[str, list[list[tuple[float, float, float]]]]]:
-    """Return classifier -> other settings -> value of the setting, mean and standard deviation of
-    the accuracy over seeds, a list per value.
+    """Return classifier -> other settings -> lists of one point each: value of the setting, mean
+    and standard deviation of the accuracy over seeds.
 
     Args:
         accuracies: of each run, by classifier.
     """
-    others = words_of(
+    others = ambiguous_labels(
         [
-            {key: value for key, value in of_run.items() if key not in ("seed", setting)}
-            for of_run in settings
+            {key: value for key, value in run_settings.items() if key not in ("seed", setting)}
+            for run_settings in settings
         ]
     )
     panels: dict[str, dict[str, list[list[tuple[float, float, float]]]]] = {}
     scores: dict[tuple[str, str, float], list[float]] = {}
-    for of_run, other, accuracy in zip(settings, others, accuracies, strict=True):
+    for run_settings, other, accuracy in zip(settings, others, accuracies, strict=True):
         for classifier, score in accuracy.items():
-            point = classifier, other, float(of_run[setting])
+            point = classifier, other, float(run_settings[setting])
             scores.setdefault(point, []).append(score)
     for (classifier, other, value), means in sorted(scores.items()):
         points = panels.setdefault(classifier, {}).setdefault(other, [])

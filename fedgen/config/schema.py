@@ -332,9 +332,9 @@ class _Report(_Command):
     about: _About
 
 
-class _Spread(_Command):
+class _Repeat(_Command):
     run: Text
-    draws: Count
+    repetitions: Count
     jobs: Count | None
 
 
@@ -366,9 +366,9 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "new": _New,
     "node": _Node,
     "release": _Release,
+    "repeat": _Repeat,
     "report": _Report,
     "sample": _Sample,
-    "spread": _Spread,
     "tune": _Tune,
     "verify": _Verify,
 }

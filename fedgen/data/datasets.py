@@ -51,7 +51,7 @@ class Shard:
         counts = np.unique(persons, return_counts=True)[1]
         return np.argsort(persons, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
 
-    def of_persons(self, count: int) -> Shard:
+    def repeat_per_person(self, count: int) -> Shard:
         """Return each record ``count`` times, as ``count`` records of one person."""
         images, labels = self.images.repeat(count, 1, 1, 1), self.labels.repeat(count)
         return Shard(images, labels, torch.arange(len(self)).repeat(count))

@@ -173,8 +173,8 @@ def _dataset(
     files = [replace(f, person=unicodedata.normalize("NFC", f.person)) for f in files]
     pairs = {(f.person, f.label) for f in files if f.person}
     if len(pairs) == len(dict(pairs)) == len({label for _, label in pairs}) > 1:
-        problem = "gives a person per label, as the label does"
-        raise FedgenError("data.person", problem, "give what differs between persons")
+        problem = "assigns one person to each label"
+        raise FedgenError("data.person", problem, "select what identifies the person")
     parts = [
         (f, f"{f.name}#{number}" if count > 1 else f.name)
         for f, count in zip(files, decoded.counts.tolist(), strict=True)

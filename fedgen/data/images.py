@@ -314,7 +314,8 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def mask(name: str) -> str:
-    """Return a name with other letters and digits, for messages: it may identify a person."""
+    """Return a name with letters replaced by ``a`` and digits by ``0``: it may identify a
+    person."""
     name = re.sub(r"[^\W\d_]", "a", name[:_MAX_NAME_CHARS])
     return re.sub(r"\d", "0", name)
 

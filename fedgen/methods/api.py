@@ -153,9 +153,14 @@ class WorstCase:
         if unit is not Unit.PERSON:
             return self
         (state, first), (second_state, second) = self.first, self.second
-        larger, smaller = (state, first.of_persons(3)), (second_state, second.of_persons(3))
+        larger, smaller = (
+            (state, first.repeat_per_person(_IMAGES)),
+            (second_state, second.repeat_per_person(_IMAGES)),
+        )
         return replace(self, first=larger, second=smaller)
 
+
+_IMAGES = 3  # of a person in a worst case
 
 AggregationKind = Literal["local", "secure", "trusted"]
 """Who adds the noise of a sum; see ``fedgen.privacy.aggregation``."""

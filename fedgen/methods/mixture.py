@@ -86,7 +86,7 @@ _JOINT = math.hypot(1, _COUNT)
 _AT_ONCE = 2000  # images
 _SIMILARITY = {"second_moments": 0.3, "clusters": 0.5, "covariances": 0.3}
 """Assumed inner product of two contributions of one person (``SumMechanisms.person_clip``). The
-others keep the scale of all that follow: their means of persons are not clipped further."""
+others are not clipped further, because later sums are scaled by them."""
 _PERSON_COUNT = 0.3  # contribution of an image to the count of a sum of second moments
 _NONE = 1e-9  # a negligible share of records
 
@@ -132,7 +132,7 @@ class Contributions:
     ) -> ClippedSum:
         """Outer product of the deviation from the mean of the label."""
         deviation, bound = self.dct(images) - shared["means"][labels], float(shared["bound"])
-        return sum_of_second_moments(self._counted(deviation, bound), 1.0)
+        return sum_of_second_moments(self._with_count(deviation, bound), 1.0)
 
     def cluster_sums(
         self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor
@@ -157,10 +157,10 @@ class Contributions:
         )
         nearest = self.nearest_cluster(components, shared["centres"], labels)
         deviation = components - shared["centres"][labels, nearest]
-        rows = self._counted(deviation, bound)
+        rows = self._with_count(deviation, bound)
         return sum_of_second_moments(rows, 1.0, labels, self.classes)
 
-    def _counted(self, deviation: Tensor, bound: float) -> Tensor:
+    def _with_count(self, deviation: Tensor, bound: float) -> Tensor:
         """Return deviations (n, d), clipped to norm ``bound`` and divided by it, after ``count`` if
         it is not 0, jointly of norm at most 1."""
         rows = clip_rows(deviation, bound) / bound
@@ -178,7 +178,7 @@ class Contributions:
         counts = matrices[..., 0, 0] / self.count**2
         return matrices[..., 1:, 1:] * bound.square(), counts
 
-    def triangle(self, side: int) -> int:
+    def triangle_size(self, side: int) -> int:
         """Return the number of entries of a sum of second moments."""
         side += bool(self.count)
         return side * (side + 1) // 2
@@ -409,7 +409,7 @@ class Server:
         sums, moment_counts = self.contributions.moments(
             response.view(self.classes, -1), side, bound
         )
-        if moment_counts is not None:  # of all labels together: those of each are noisy
+        if moment_counts is not None:  # of all labels together: counts per label are too noisy
             counts = counts * (moment_counts.sum() / counts.sum()).clamp(0.1, 10)
         noise = self.stds["covariances"] * bound.square() / math.sqrt(2)  # off the diagonal
         pooled = sums.sum(0) / counts.sum()
@@ -647,7 +647,7 @@ def mixture(
         ),
         SumQuery(
             "second_moments",
-            contributions.triangle(coefficients),
+            contributions.triangle_size(coefficients),
             mechanisms["second_moments"],
             contributions.second_moments,
         ),
@@ -660,7 +660,7 @@ def mixture(
         ),
         SumQuery(
             "covariances",
-            facts.classes * contributions.triangle(count),
+            facts.classes * contributions.triangle_size(count),
             mechanisms["covariances"],
             contributions.cluster_covariances,
         ),

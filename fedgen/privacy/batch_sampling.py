@@ -23,8 +23,8 @@ Indices = NDArray[np.int64]
 class Records(Protocol):
     """Records of a client.
 
-    by_person: records ordered by person (n,), and where the records of each person start in this
-        order, followed by n (persons + 1,). None if the persons are unknown.
+    by_person: indices of records sorted by person (n,), and the offset of each person in them,
+        ending with n (persons + 1,); None if the persons are unknown.
     """
 
     def __len__(self) -> int: ...

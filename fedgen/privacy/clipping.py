@@ -85,14 +85,14 @@ class ClippedSum:
         return torch.cat([self.gradients[name].flatten() for name in sorted(self.gradients)])
 
     def divided_by(self, count: int) -> ClippedSum:
-        """Return the sum over ``count``, at least 1: the same bound holds."""
+        """Return the sum divided by ``count``, at least by 1: its bound still holds."""
         gradients = {name: value / max(count, 1) for name, value in self.gradients.items()}
         return replace(self, gradients=gradients)
 
 
 def clipped_mean(sums: Sequence[ClippedSum], count: int, clip: float) -> ClippedSum:
-    """Return the mean over the ``count`` records of one person, in double precision, clipped to
-    norm ``clip``, of clipped sums over parts of them."""
+    """Return the mean contribution of a person, clipped to norm ``clip``, from clipped sums over
+    parts of their ``count`` records; in double precision."""
     names = sums[0].gradients
     total = {
         name: sum(

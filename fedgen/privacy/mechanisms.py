@@ -248,11 +248,12 @@ class SumGaussian(Mechanism):
     embedding of DP-MERF.
 
     The sum of an empty batch is released and charged like any other, so that an empty batch does
-    not show. The batch is summed in parts (``batch_parts``): adding a record leaves the arithmetic
-    of all other parts unchanged, to the last bit, and the parts are added in double precision.
+    not show. The batch is summed in parts (``batch_parts``): unless the unit is a person, adding a
+    record leaves the arithmetic of all other parts unchanged, to the last bit, and the parts are
+    added in double precision.
 
-    If the unit is a person, a person counts as one record would, whatever the number of their
-    records. Without sampling they contribute the mean of their clipped contributions, clipped to
+    If the unit is a person, a person contributes as much as one record, regardless of their number
+    of records. Without sampling they contribute the mean of their clipped contributions, clipped to
     ``person_clip`` times C (``sums``). A sampled batch consists of persons, who contribute one
     record each, chosen at random (``batch_parts``).
 
@@ -334,8 +335,10 @@ class SumGaussian(Mechanism):
             yield from map(contribution, self.batch_parts(records, streams, part_size))
             return
         order, starts = _by_person(records)
-        counts, share = np.diff(starts), max(1, part_size // _RECORDS_OF_PERSON)
-        for persons in _split_batch(self.sampling, len(counts), streams, self.divisor, share):
+        counts, persons_per_part = np.diff(starts), max(1, part_size // _RECORDS_PER_PERSON)
+        for persons in _split_batch(
+            self.sampling, len(counts), streams, self.divisor, persons_per_part
+        ):
             if self.person_clip < 1:
                 for person in persons:
                     rows = order[starts[person] : starts[person + 1]]
@@ -344,7 +347,9 @@ class SumGaussian(Mechanism):
                 continue
             for count in np.unique(counts[persons]):
                 first = starts[:-1][persons[counts[persons] == count]]
-                for rows in _summed_together(order[first[:, None] + np.arange(count)], part_size):
+                for rows in _batches_of_persons(
+                    order[first[:, None] + np.arange(count)], part_size
+                ):
                     yield contribution(rows).divided_by(int(count))
 
     def noised(self, size: int, sums: Iterable[ClippedSum], streams: RandomStreams) -> Tensor:
@@ -470,10 +475,10 @@ def _by_person(records: Records) -> tuple[Indices, Indices]:
     return records.by_person
 
 
-def _summed_together(records: Indices, part_size: int) -> Iterator[Indices]:
-    """Yield the records (persons, records of each) that are summed together: of as many persons as
-    have about ``part_size``, or pieces of those of one person. Another person moves others to the
-    next sum: partial sums are in double precision, so that the errors stay within the margin."""
+def _batches_of_persons(records: Indices, part_size: int) -> Iterator[Indices]:
+    """Yield records (persons, records of each) of as many persons as fit ``part_size``; a person
+    with more records is split. An additional person may move others to the next sum: partial sums
+    are in double precision, so that rounding errors stay within the margin of clipping."""
     persons = max(1, part_size // records.shape[1])
     for first in range(0, len(records), persons):
         yield from _pieces(np.sort(records[first : first + persons].ravel()), part_size)
@@ -483,7 +488,7 @@ def _pieces(records: Indices, part_size: int) -> list[Indices]:
     return np.split(records, range(part_size, len(records), part_size))
 
 
-_RECORDS_OF_PERSON = 4  # assumed where memory is planned
+_RECORDS_PER_PERSON = 4  # assumed mean, for the size of parts
 
 
 def descent(

@@ -191,7 +191,7 @@ def privacy_against_utility(
     y: str,
     path: Path,
 ) -> None:
-    """Write a figure with a panel per data set and a colour per method: panel -> method -> its
+    """Write a figure with one panel per key and one colour per series: panel -> series -> its
     runs, each a list of points (x, mean, standard deviation). Lines are runs; dashes join their end
     points, which have error bars. The x axis is logarithmic if its values allow it.
     """
@@ -218,8 +218,8 @@ def privacy_against_utility(
                 line = axes.plot(at, means, "o--", color=colours[method])
                 handles[_plain(method)] = line[0]
         axes.set_title(_plain(panel) or "")
-        every_x = [x for x, *_ in chain(*chain(*methods.values()))]
-        if every_x and 0 < min(every_x) * _LEAST_RATIO <= max(every_x):
+        x_values = [x for x, *_ in chain(*chain(*methods.values()))]
+        if x_values and 0 < min(x_values) * _MIN_LOG_RATIO <= max(x_values):
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_minor_formatter(NullFormatter())
@@ -234,7 +234,7 @@ def privacy_against_utility(
     figure.savefig(path, dpi=120)
 
 
-_LEAST_RATIO = 3  # of the ends of a logarithmic axis, which has ticks at 1, 2 and 5
+_MIN_LOG_RATIO = 3  # of the ends of a logarithmic axis, which has ticks at 1, 2 and 5
 
 
 def _plain(name: str) -> str | None:

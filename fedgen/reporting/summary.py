@@ -88,7 +88,9 @@ def summary(path: Path) -> str:
     if record["noise"] == "seeded":
         lines.append("noise is derived from the seed: an experiment, not for release")
         if results["gen2real"]:
-            lines.append(f"other noise gives other samples: fedgen spread run={path}")
+            lines.append(
+                f"other noise, other accuracy: estimate the range with fedgen repeat run={path}"
+            )
     if results["stopped"]:
         lines.append(f"stopped after round {results['rounds']}: {results['stopped']}")
     lines += [*_warnings(results), *quality(results)]

@@ -58,8 +58,9 @@ def open_run(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
         raise FedgenError(key, problem, remedy) from error
     except OmegaConfBaseException as error:
         raise FedgenError(key, f"{path}/config.yaml was altered", "restore it") from error
-    if config.privacy.get("images_per_person") is not None:  # a person counted differently
-        problem = f"{path} protects persons as version 0.1.0 did (privacy.images_per_person)"
+    if config.privacy.get("images_per_person") is not None:
+        problem = f"{path} has privacy.images_per_person of version 0.1.0, which counted persons "
+        problem += "differently"
         raise FedgenError(key, problem, "use that version, or start a new run")
     check_unaltered(path, config, identity, key)
     rounds = identity.get("rounds", config.rounds)

@@ -149,13 +149,13 @@ SECURE = ["partition=iid", "partition.clients=24", "privacy.aggregation=secure",
 
 @pytest.mark.slow
 @kills("fedgen/commands/debug.py", 'name.count(".") < halvings', "True")
-@kills("fedgen/commands/debug.py", "canonical(plan.server_event(self.contributions))", "{}")
+@kills("fedgen/commands/debug.py", "canonical(plan.server_event(self.max_contributions))", "{}")
 @pytest.mark.parametrize("halvings", [0, 1])
 def test_secure_sums_of_sets_are_halved(
     halvings: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The set with the faulty client is found, and then its half: no sum is of one client. Clients
-    of a halved set pay for two sums."""
+    of a halved set are charged for two sums."""
     place = tmp_path / "run"
     fault = ["corruption.fraction=0.04", "corruption.fault=inverted", f"debug.halvings={halvings}"]
     assert cli.run(["debug", *SECURE, *fault, f"run_dir={place}"]) == 0

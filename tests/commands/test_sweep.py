@@ -147,7 +147,7 @@ def test_a_sweep_over_a_number_averages_seeds(
         compose("config", ["method=dp_merf_small", *point]) for point in itertools.product(*grid)
     ]
     settings = sweep.varied_settings(configs)
-    assert sweep.compared_setting(settings) == setting
+    assert sweep.swept_setting(settings) == setting
     if setting is None:
         return
     accuracies = [{"cnn": number / 100, "knn": 0.5} for number in range(len(configs))]

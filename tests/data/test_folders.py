@@ -140,7 +140,7 @@ def test_images_in_nested_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b" / "empty").mkdir()
     assert read(str(tmp_path))
     draw(tmp_path / "b" / "scans", 3)
-    with pytest.raises(FedgenError, match=r"are not read: .*scans; move their images up"):
+    with pytest.raises(FedgenError, match=r"are not read, such as aaaaa .*; move their images up"):
         read(str(tmp_path))
 
 

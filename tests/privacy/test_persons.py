@@ -487,7 +487,7 @@ def test_held_out_persons_are_whole(column: str, tmp_path: Path) -> None:
 def test_a_run_of_the_former_unit_is_refused(
     people: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Persons counted up to N times in version 0.1.0: its steps would be accounted as fewer."""
+    """Version 0.1.0 counted a person up to N times: resuming would understate ε."""
     words = ["data=folder", people, "data.classes=10", "data.public_rows=160", *PERSONS]
     run = train("method=dp_merf_small", *words)
     settings = (run / "config.yaml").read_text()
@@ -496,7 +496,7 @@ def test_a_run_of_the_former_unit_is_refused(
     )
     capsys.readouterr()
     assert cli.run(["train", f"resume={run}"]) == 2
-    assert "as version 0.1.0 did (privacy.images_per_person)" in capsys.readouterr().err
+    assert "privacy.images_per_person of version 0.1.0" in capsys.readouterr().err
 
 
 def test_an_audit_of_a_run_plants_persons(people: str, tmp_path: Path) -> None:

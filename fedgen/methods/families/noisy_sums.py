@@ -129,7 +129,7 @@ class SumMechanisms:
             batch: expected batch size of all clients, which the sum is divided by; None: the public
                 number of records or persons.
             person_clip: norm that the mean contribution of a person is clipped to, over ``clip``;
-                see ``person_clip``.
+                see ``SumMechanisms.person_clip``.
         """
         # a trusted aggregator clips the message of a client again
         limit = clip * client_clip if self.facts.unit is Unit.CLIENT else math.inf
@@ -153,9 +153,9 @@ class SumMechanisms:
         )
 
     def person_clip(self, similarity: float) -> float:
-        """Return the root mean square norm of the mean of as many contributions of norm 1 as a
-        person has records on average, by public numbers. Clipping to it loses little, and means
-        that much less noise.
+        """Return the root mean square norm of the mean contribution of a person, for contributions
+        of norm 1 and the average number of records per person by public numbers. Clipping to it
+        loses little, and reduces the noise in proportion.
 
         Args:
             similarity: mean inner product of two contributions of one person, in [0, 1].

@@ -1,6 +1,6 @@
-"""Run ``fedgen spread``: train a rehearsal again with other noise, and evaluate each generator.
+"""Run ``fedgen repeat``: train a rehearsal again with other seeds, and evaluate each repetition.
 
-A rehearsal is evaluated with one draw of the noise. A release has another draw, and is not
+A rehearsal is evaluated with one sample of the noise. A release has other noise, and is not
 evaluated.
 """
 
@@ -18,15 +18,15 @@ from fedgen.run.worker_pool import complete
 from fedgen.storage.folders import make_folder
 from fedgen.storage.run_dir import RunDir
 
-_FOLDER = "spread"
+_FOLDER = "repetitions"
 
 
-def spread(config: DictConfig) -> str:
-    """Return the range of gen2real accuracy over a run and further draws of its noise, as text.
-    Finished draws are kept in the run directory.
+def repeat(config: DictConfig) -> str:
+    """Return the range of gen2real accuracy over a run and its repetitions, as text. Finished
+    repetitions are kept in the run directory.
 
     Raises:
-        FedgenError: for a run that cannot be repeated, or if a draw failed.
+        FedgenError: for a run that cannot be repeated, or if a repetition failed.
     """
     run_dir, trained, _ = open_run(Path(config.run), "run")
     problem, remedy = None, "take a rehearsal: a run of fedgen train with evaluation"
@@ -43,18 +43,19 @@ def spread(config: DictConfig) -> str:
     check_runtime_is_local(trained, "repeat a run with a local runtime, not one at {}")
     place = run_dir.path / _FOLDER
     make_folder(place)
-    draws = {f"{n}": _draw(trained, n, place / f"{n}") for n in range(config.draws)}
+    runs = {f"{n}": _repetition(trained, n, place / f"{n}") for n in range(config.repetitions)}
     try:
-        failed = complete(draws, place, config.jobs, "draws")
+        failed = complete(runs, place, config.jobs, "repetitions")
     except Interrupted as error:
         raise Interrupted(f"{error}; repeat the command to resume") from error
     if failed:
-        raise FedgenError("draws", f"{len(failed)} of {len(draws)} failed", f"see {failed[0]}")
-    return "\n".join(describe(run_dir))
+        problem = f"{len(failed)} of {len(runs)} failed"
+        raise FedgenError("repetitions", problem, f"see {failed[0]}")
+    return "\n".join(describe_range(run_dir))
 
 
-def _draw(trained: DictConfig, number: int, place: Path) -> DictConfig:
-    """Return the settings of a draw: another seed, and only what its evaluation needs."""
+def _repetition(trained: DictConfig, number: int, place: Path) -> DictConfig:
+    """Return the settings of a repetition: another seed, and only what its evaluation needs."""
     config, quiet = trained.copy(), compose("config", ["logger=none"])
     config.seed = trained.seed + 1 + number
     config.logger, config.names.logger, config.evaluate_every = quiet.logger, "none", 0
@@ -65,9 +66,9 @@ def _draw(trained: DictConfig, number: int, place: Path) -> DictConfig:
     return config
 
 
-def describe(run_dir: RunDir) -> list[str]:
-    """Return a line per classifier: the range over a run and the finished draws of its noise; none
-    without draws."""
+def describe_range(run_dir: RunDir) -> list[str]:
+    """Return a line per classifier: the range over a run and its finished repetitions; none without
+    repetitions."""
     runs = [run_dir, *map(RunDir, sorted((run_dir.path / _FOLDER).glob("[0-9]*")))]
     finished = [run.results()["gen2real"] for run in runs if run.finished]
     if len(finished) < 2:
@@ -76,7 +77,7 @@ def describe(run_dir: RunDir) -> list[str]:
     for name in finished[0]:
         values = 100 * np.array([scores[name]["mean"] for scores in finished if name in scores])
         lines.append(
-            f"gen2real {name}: {values.min():.1f} to {values.max():.1f} % in {len(values)} draws "
-            f"of the noise, mean {values.mean():.1f} %, this run {values[0]:.1f} %"
+            f"gen2real {name}: {values.min():.1f} to {values.max():.1f} % in {len(values)} runs "
+            f"with other seeds, mean {values.mean():.1f} %, this run {values[0]:.1f} %"
         )
     return lines
