@@ -441,11 +441,11 @@ def test_persons_with_one_image_are_records() -> None:
     "if counts is None else counts.clamp(min=0.1)",
     "",
 )
-@pytest.mark.parametrize("images", [2, 10])
-def test_clipped_means_of_persons_keep_the_scale(images: int) -> None:
+def test_clipped_means_of_persons_keep_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """With hardly any noise, persons with equal images have the covariances of single records,
     although their means are clipped to about half: moments are divided by their own counts."""
-    persons, rows = 400, shard(400)
+    monkeypatch.setattr("fedgen.methods.mixture._SIMILARITY", dict.fromkeys(SHARES, 0.0))
+    persons, images, rows = 400, 10, shard(400)
     copies = Shard(
         rows.images.repeat_interleave(images, 0),
         rows.labels.repeat_interleave(images),
@@ -454,15 +454,14 @@ def test_clipped_means_of_persons_keep_the_scale(images: int) -> None:
     changed = {**SETTINGS, "private_classifier": "none"}
     facts = PublicFacts(1, None, 2, SHAPE, unit=Unit.PERSON, persons=persons)
     method = mixture(facts, 1e-4, **{**changed, "rows": persons * images})
-    norms = {query.name: query.mechanism.person_clip for query in sequence_of(method)}
-    assert norms["means"] == 1 > norms["covariances"] >= 0.55
+    assert {query.mechanism.person_clip for query in sequence_of(method)} == {0.1**0.5}
     by_person, by_record = (
         run(method, [copies]),
         run(make(1e-4, private_classifier="none", rows=400), [rows]),
     )
     for name in ("variances", "roots"):
         ratio = by_person[name].square().sum() / by_record[name].square().sum()
-        assert float(ratio) == pytest.approx(1, rel=0.2), name
+        assert 0.7 < float(ratio) < 1.1, name  # large deviations are clipped more
 
 
 def test_augmentation_keeps_the_shape_of_images() -> None:
