@@ -228,6 +228,19 @@ def test_the_full_report_has_what_the_public_one_lacks(train: Train, tmp_path: P
     assert result not in page(str(run), tmp_path / "page.html")
 
 
+def test_accuracies_by_label_are_bars(train: Train, tmp_path: Path) -> None:
+    quick = ["evaluation=quick", "evaluation.samples=260", "evaluation.classifiers.cnn.epochs=1"]
+    run = train("method=dp_merf_small", *quick)
+    html = page(str(run), tmp_path / "page.html")
+    results = json.loads((run / "results.json").read_text())["gen2real"]
+    accuracies = [value for scores in results.values() for value in scores["per_class"]]
+    assert len(accuracies) == 20
+    for value in accuracies:
+        assert f'<meter value="{value}">' in html
+    assert html.count("<meter") == len(accuracies)
+    assert "<meter" not in page(str(run), tmp_path / "public.html", "audience=public")
+
+
 def test_the_report_states_what_is_protected_and_what_is_not(train: Train, tmp_path: Path) -> None:
     run = train(*SEVERAL, "method=dp_merf_small", "evaluation=none")
     html = page(
