@@ -9,6 +9,8 @@ paper of GS-WGAN.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dp_accounting import DpEvent
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 from torch import Tensor
@@ -28,7 +31,8 @@ from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.client_comparison import FEWEST, Comparison, Explanation, compare
 from fedgen.models.client_statistics import NOISE, StatisticsSpace, mean_images
 from fedgen.privacy.accounting import epsilon
-from fedgen.privacy.events import Unit, canonical
+from fedgen.privacy.events import Relation, Unit, total
+from fedgen.privacy.ledger import spend_from_json
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.figures import contact_sheet
 from fedgen.reporting.progress import format_epsilon
@@ -38,6 +42,7 @@ from fedgen.run.setup import Setup
 from fedgen.run.worker_pool import complete
 from fedgen.storage.io import check_no_links
 from fedgen.storage.run_dir import RunDir
+from fedgen.storage.schemas import or_null
 
 _METHOD = "client_statistics"
 _RUN = "statistics"  # folder of the run with a sum per client
@@ -59,7 +64,6 @@ class ReleasedSums:
     sets: their clients; ``by_client``: one per sum.
     sums: (sets, entries), with noise of standard deviation ``std``.
     source: a published generator of one of the runs.
-    runs: directories of the runs of these sums.
     """
 
     sets: Sets
@@ -67,7 +71,6 @@ class ReleasedSums:
     sums: Tensor
     std: float
     source: PublishedGenerator
-    runs: list[Path]
 
     @property
     def space(self) -> StatisticsSpace:
@@ -82,19 +85,6 @@ class ReleasedSums:
     def max_contributions(self) -> int:
         """Number of sums that a client contributed to, at most."""
         return max(name.count(".") + 1 for name in self.sets)
-
-    def epsilons(self, ready: Setup) -> dict[str, float]:
-        """Return ε by adversary for the clients in the most sums: that of one sum, or of the
-        composed Gaussian releases; the bound against the server holds for both adversaries."""
-        of_runs = [RunDir(run).results()["epsilon"] for run in self.runs]
-        largest = {view: max(run[view] for run in of_runs) for view in ("server", "release")}
-        if self.max_contributions == 1:
-            return largest
-        plan = ready.method.plan
-        composed = epsilon(
-            canonical(plan.server_event(self.max_contributions)), ready.privacy.delta, plan.relation
-        ).or_infinity
-        return {view: max(value, composed) for view, value in largest.items()}
 
     def title(self, position: int) -> str:
         """Return the name of a client or set."""
@@ -182,13 +172,13 @@ def _by_client(config: DictConfig, run: DictConfig, place: Path) -> ReleasedSums
     sums = source.weights["sums"].double()
     numbers = range(len(sums)) if config.group is None else sorted(config.group)
     sets = {str(number): (int(number),) for number in numbers}
-    return ReleasedSums(sets, True, sums, float(source.weights["std"]), source, [place / _RUN])
+    return ReleasedSums(sets, True, sums, float(source.weights["std"]), source)
 
 
 def _by_set(config: DictConfig, place: Path, sets: Sets) -> ReleasedSums:
     """Return one secure sum per set, by a run each. Noise is added up to the largest standard
     deviation, so that sets of different sizes are comparable."""
-    folders = {name: f"set-{name}" for name in sets}
+    folders = {name: _folder(name) for name in sets}
     runs = {
         folders[name]: part_config(config, sorted(clients), place / folders[name])
         for name, clients in sets.items()
@@ -201,8 +191,48 @@ def _by_set(config: DictConfig, place: Path, sets: Sets) -> ReleasedSums:
         row, rng = source.weights["sums"][0].double(), streams.public("noise", name)
         noise = torch.randn(row.shape, generator=rng, dtype=row.dtype)
         sums.append(row + noise * (max(stds) ** 2 - std**2) ** 0.5)
-    places = [place / folder for folder in folders.values()]
-    return ReleasedSums(sets, False, torch.stack(sums), max(stds), sources[0], places)
+    return ReleasedSums(sets, False, torch.stack(sums), max(stds), sources[0])
+
+
+def _folder(name: str) -> str:
+    """Return the folder of the run of a set."""
+    return f"set-{name}"
+
+
+def _largest_epsilon(place: Path, sets: Sets) -> float:
+    """Return the largest ε of a client over all sums that it contributed to, by what their runs
+    charged: those of its set and of the sets that it was halved from."""
+    largest, known = 0.0, dict[frozenset[tuple[DpEvent, int]], float]()
+    for name in sets:
+        parts = name.split(".")
+        ancestors = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        records = [RunDir(place / _folder(ancestor)).privacy() for ancestor in ancestors]
+        if any(record["without_bound"] for record in records):
+            return math.inf
+        members = [_members(sets, ancestor) for ancestor in ancestors]
+        delta, relation = records[0]["delta"], Relation(records[0]["relation"])
+        for client in sets[name]:
+            spend = total(
+                [
+                    spend_from_json(record["clients"][str(clients.index(client))]["events"])
+                    for record, clients in zip(records, members, strict=True)
+                ]
+            )
+            key = frozenset(spend.items())
+            if key not in known:
+                known[key] = epsilon(spend, delta, relation).or_infinity
+            largest = max(largest, known[key])
+    return largest
+
+
+def _members(sets: Sets, ancestor: str) -> list[int]:
+    """Return the clients of a set, of which halves may remain, in the order of its run."""
+    within = [
+        clients
+        for name, clients in sets.items()
+        if name == ancestor or name.startswith(f"{ancestor}.")
+    ]
+    return sorted(itertools.chain(*within))
 
 
 def _check(run: DictConfig, sets: Sets | None) -> Setup:
@@ -261,7 +291,7 @@ def _show(
         [_name(released.source, label) for label in labels],
         place / "clients.png",
     )
-    results = _results(config, ready, released, comparison)
+    results = _results(config, place, released, comparison)
     RunDir(place).write("results", results, "debug_clients")
     return _describe(results, ready, released, comparison, place)
 
@@ -287,14 +317,19 @@ def _row_title(released: ReleasedSums, position: int, comparison: Comparison) ->
 
 
 def _results(
-    config: DictConfig, ready: Setup, released: ReleasedSums, comparison: Comparison
+    config: DictConfig, place: Path, released: ReleasedSums, comparison: Comparison
 ) -> dict[str, Any]:
     sets = list(released.sets.values())
+    if released.by_client:
+        epsilons = RunDir(place / _RUN).results()["epsilon"]
+    else:  # the bound against the server holds against readers of the release, too
+        bound = or_null(_largest_epsilon(place, released.sets))
+        epsilons = {"server": bound, "release": bound}
     return {
         "schema": 1,
         "data": config.names.data,
         "seed": config.seed,
-        "epsilon": released.epsilons(ready),
+        "epsilon": {view: epsilons[view] for view in ("server", "release")},
         "clients": [
             {
                 **(

@@ -42,10 +42,17 @@ def repeat(config: DictConfig) -> str:
         raise FedgenError("run", f"{run_dir.path} {problem}", remedy)
     check_runtime_is_local(trained, "repeat a run with a local runtime, not one at {}")
     place = run_dir.path / _FOLDER
-    make_folder(place)
+    try:
+        make_folder(place)
+    except FedgenError as error:
+        raise FedgenError("run", error.problem, "make room for this folder") from error
     runs = {f"{n}": _repetition(trained, n, place / f"{n}") for n in range(config.repetitions)}
     try:
         failed = complete(runs, place, config.jobs, "repetitions")
+    except FedgenError as error:
+        if error.key == "run_dir":
+            raise FedgenError("run", error.problem, f"move {place} away") from error
+        raise
     except Interrupted as error:
         raise Interrupted(f"{error}; repeat the command to resume") from error
     if failed:

@@ -135,8 +135,8 @@ def _table(runs: list[Run], place: Path) -> list[Path]:
 
 
 def swept_setting(settings: list[dict[str, Any]]) -> str | None:
-    """Return the x axis of a sweep: the target of its runs, or else the only number, apart from the
-    seed, in which they differ; None: no such setting."""
+    """Return the x axis of a sweep: the target of its runs, or else the only number other than
+    the seed in which they differ; None: no such setting."""
     numbers = [
         key
         for key in settings[0]

@@ -66,8 +66,8 @@ class Shard:
         """Return the same records on a device; the copy is kept."""
         if device not in self._elsewhere:
             images, labels = (tensor.to(device) for tensor in (self.images, self.labels))
-            copy = Shard(images, labels, self.persons)
-            self._elsewhere[device] = self if images is self.images else copy
+            is_here = images is self.images
+            self._elsewhere[device] = self if is_here else Shard(images, labels, self.persons)
         return self._elsewhere[device]
 
     def cached(self, key: str, make: Callable[[], Tensor]) -> Tensor:

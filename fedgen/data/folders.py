@@ -135,14 +135,7 @@ def folder(
         problem = "does not apply to folders of images, which are named after labels"
         raise FedgenError("data.label", problem, "leave it out, or list the images in a table")
     else:
-        try:
-            listed = read_folders(places, labels, persons=person == FOLDER)
-        except FedgenError as error:
-            if person in (None, FOLDER) or "within those of labels" not in error.problem:
-                raise
-            problem = f"is {person[:100]!r}, and {error.problem}"
-            remedy = "if each is a person, set it to folder, and data.labels"
-            raise FedgenError("data.person", problem, remedy) from error
+        listed = read_folders(places, labels, person)
     if person is not None and not tag and not any(record.person for record in listed.records):
         listed = replace(listed, records=match_persons(listed, person))
     options = ReadOptions(size, channels, window, axis, tag, allow_multiple=True)

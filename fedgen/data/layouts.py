@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedgen.data.images import MAX_SHOWN, is_image_name, mask, shorten
 from fedgen.data.labels import infer_names, sort_names
+from fedgen.data.persons import FOLDER
 from fedgen.data.scans import PREAMBLE, is_dicom
 from fedgen.data.tables import Listing, Record
 from fedgen.errors import FedgenError
@@ -72,14 +73,15 @@ def _files(place: Path) -> list[Path]:
 
 
 def read_folders(
-    places: Sequence[Path], label_names: Sequence[str] | None, persons: bool
+    places: Sequence[Path], label_names: Sequence[str] | None, person: str | None
 ) -> Listing:
     """List all files of all clients.
 
     Args:
         label_names: names of labels; see ``labels.infer_names``.
-        persons: whether the folder of a label contains folders of persons.
+        person: ``folder`` if the folder of a label contains folders of persons; see ``folder``.
     """
+    persons = person == FOLDER
     for place in places:
         if place.is_file():
             raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
@@ -138,6 +140,9 @@ def read_folders(
         if within:
             problem = f"{len(within)} folders within those of labels are not read, such as "
             problem += f"{mask(within[0])} (letters and digits replaced)"
+            if person is not None:
+                remedy = "if each is a person, set it to folder, and data.labels"
+                raise FedgenError("data.person", f"is {person[:100]!r}, and {problem}", remedy)
             remedy = "move their images up, or remove them; if each is a person, set "
             raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
     unlabelled = [

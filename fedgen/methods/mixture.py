@@ -26,8 +26,8 @@ with k repeats sqrt(k) times that: squared ratios of sensitivity to noise add up
 
 If the unit is a person, a person contributes the mean over their images. Means of second moments
 and of clusters are clipped further, to the norm expected of as many images as a person has on
-average. A person whose mean is clipped counts less than one: sums of second moments then contain
-these counts, by which they are divided.
+average. A person with a clipped mean counts less than one: sums of second moments contain these
+counts, by which they are divided.
 
 For any query, a record's contribution has norm at most 1 and does not depend on other records: DCT
 coefficients, principal components, distances to clusters and projected features are exact

@@ -149,7 +149,7 @@ SECURE = ["partition=iid", "partition.clients=24", "privacy.aggregation=secure",
 
 @pytest.mark.slow
 @kills("fedgen/commands/debug.py", 'name.count(".") < halvings', "True")
-@kills("fedgen/commands/debug.py", "canonical(plan.server_event(self.max_contributions))", "{}")
+@kills("fedgen/commands/debug.py", "for depth in range(len(parts))]", "for depth in [0]]")
 @pytest.mark.parametrize("halvings", [0, 1])
 def test_secure_sums_of_sets_are_halved(
     halvings: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -177,7 +177,7 @@ def test_secure_sums_of_sets_are_halved(
         assert results["epsilon"]["server"] == pytest.approx(two, rel=0.01)
         assert "for the clients of 2 sums" in output
     else:
-        assert results["epsilon"]["server"] == one
+        assert results["epsilon"]["server"] == pytest.approx(one)
     before = (place / "results.json").read_bytes()
     assert cli.run(["debug", *SECURE, *fault, f"run_dir={place}"]) == 0
     assert (place / "results.json").read_bytes() == before

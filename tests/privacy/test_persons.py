@@ -151,6 +151,7 @@ def exact_sum(
     "value / max(count, 1) for name",
     "value for name",
 )
+@kills("fedgen/privacy/clipping.py", "value * factor for name", "value for name")
 @kills(
     "fedgen/privacy/mechanisms.py",
     "        if not self._averages_persons:\n            yield",
