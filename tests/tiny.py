@@ -131,6 +131,7 @@ RATES = {
     **dict.fromkeys(("dpgan", "dp_wgan_gp", "dp_cgan", "psg", "dpdm", "dp_merf_ae"), 0.01),
 }
 """Sampling rates at which tiny batches are of more than a record or two."""
+_FIXED_ROUNDS = ("mixture", "central_images", "client_statistics")
 
 
 def tiny(method: str, *more: str) -> list[str]:
@@ -142,9 +143,15 @@ def tiny(method: str, *more: str) -> list[str]:
     return [
         word
         for word in [*own, *TINY, *OTHER_METHODS, *more]
-        if not word.startswith("method.")
+        if not word.startswith(("method.", "rounds="))
+        or word in rounds(method, word.removeprefix("rounds="))
         or OmegaConf.select(config, word.split("=")[0], default=_NO) is not _NO
     ]
+
+
+def rounds(method: str, number: int | str) -> list[str]:
+    """Return an override for the rounds; none for methods with a fixed number of rounds."""
+    return [] if _program(method)[0] in _FIXED_ROUNDS else [f"rounds={number}"]
 
 
 SETTINGS: dict[str, Any] = {

@@ -193,7 +193,8 @@ def _run_config(config: DictConfig, point: DictConfig, run_epsilon: float) -> Di
     with open_dict(run):
         run.score = {"noise_multiplier": noise, "samples": config.score_samples, "run_index": None}
     run.privacy.target_epsilon = run_epsilon
-    run.rounds += 1  # for the score; a method with a fixed number ignores it
+    if run.rounds is not None:
+        run.rounds += 1  # for the score
     run.evaluation, run.logger = no_evaluation.evaluation, no_evaluation.logger
     run.evaluate_every = 0
     run.names.evaluation = run.names.logger = "none"

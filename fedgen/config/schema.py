@@ -147,7 +147,7 @@ class _Train(_Command):
     runtime: _Runtime
     evaluation: _Evaluation
     logger: _FunctionGroup
-    rounds: Count
+    rounds: Count | None
     seed: Annotated[int, Ge(-(2**63)), Lt(2**63)]
     device: Literal["auto", "cpu", "cuda"]
     run_dir: Text | None

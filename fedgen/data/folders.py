@@ -57,7 +57,7 @@ from fedgen.data.persons import (
     person_warnings,
     suggest_person,
 )
-from fedgen.data.scans import Axis, Window, validate_tag
+from fedgen.data.scans import Axis, Slices, Window, validate_tag
 from fedgen.data.tables import TABLES, Listing, Record, number_names, read_listing
 from fedgen.data.webdataset import read_archives
 from fedgen.errors import FedgenError
@@ -81,6 +81,7 @@ def folder(
     person: str | None = None,
     window: Window | None = None,
     axis: Axis = "axial",
+    slices: Slices | None = None,
     **_: object,
 ) -> Dataset:
     """Read images of the user, as described in the module.
@@ -102,6 +103,8 @@ def folder(
             or a regular expression on file names; its first group is the person.
         window: center and width of intensities; see ``scans.py``. None: the one in each DICOM file.
         axis: plane of the slices of NIfTI volumes.
+        slices: used part of each volume, and of each DICOM file with several frames, as shares of
+            its slices; None: all.
 
     Raises:
         FedgenError: for invalid folders first, then for all invalid images together; names the
@@ -138,7 +141,9 @@ def folder(
         listed = read_folders(places, labels, person)
     if person is not None and not tag and not any(record.person for record in listed.records):
         listed = replace(listed, records=match_persons(listed, person))
-    options = ReadOptions(size, channels, window, axis, tag, allow_multiple=True)
+    if slices is not None and slices[0] >= slices[1]:
+        raise FedgenError("data.slices", "is an empty part", "e.g. [0.3,0.7], for the middle")
+    options = ReadOptions(size, channels, window, axis, slices, tag, allow_multiple=True)
     are_folders = labels is None and not archives and not is_file
     return _dataset(listed, options, streams, names, are_folders)
 

@@ -21,9 +21,11 @@ from fedgen.data.scans import (
     SCAN_SUFFIXES,
     Axis,
     RejectedError,
+    Slices,
     Window,
     apply_window,
     reader_of,
+    select_slices,
 )
 from fedgen.errors import FedgenError
 
@@ -54,6 +56,7 @@ class ReadOptions:
     window: center and width of intensities of more than 8 bits; None: the window in each DICOM
         file, and others are refused.
     axis: plane of the slices of NIfTI volumes.
+    slices: used part of volumes and of DICOM files with several frames; None: all.
     tag: DICOM keyword; its value is returned for each file; empty: none.
     allow_multiple: whether a file may contain several frames or slices, each a separate image.
     """
@@ -62,6 +65,7 @@ class ReadOptions:
     channels: int | None = None
     window: Window | None = None
     axis: Axis = "axial"
+    slices: Slices | None = None
     tag: str = ""
     allow_multiple: bool = False
 
@@ -220,7 +224,7 @@ def _read_file(file: ImageFile, options: ReadOptions) -> tuple[list[PillowImage]
         raise RejectedError("unreadable") from error
     if len(scan.images) > 1 and not options.allow_multiple:
         raise RejectedError("several")
-    pictures = [Image.fromarray(pixels) for pixels in scan.images]
+    pictures = [Image.fromarray(pixels) for pixels in select_slices(scan.images, options.slices)]
     if options.channels is not None:
         pictures = [
             picture.convert("L" if options.channels == 1 else "RGB") for picture in pictures

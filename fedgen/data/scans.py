@@ -30,6 +30,8 @@ Axis = Literal["sagittal", "coronal", "axial"]
 """Plane of the slices of a volume."""
 Window = tuple[Annotated[float, Ge(-1e9), Le(1e9)], Annotated[float, Gt(0), Le(1e9)]]
 """Center and width."""
+Slices = tuple[Annotated[float, Ge(0), Le(1)], Annotated[float, Ge(0), Le(1)]]
+"""Start and end of the used part of a volume, as shares of its slices."""
 Pixels = NDArray[np.uint8]
 """(height, width), or (height, width, 3)."""
 
@@ -82,6 +84,15 @@ def apply_window(values: NDArray[Any], window: Window) -> Pixels:
     center, width = window
     share = (values.astype(np.float64) - (center - width / 2)) / width
     return np.rint(np.nan_to_num(np.clip(share, 0, 1), nan=0.0) * 255).astype(np.uint8)
+
+
+def select_slices(images: list[Pixels], part: Slices | None) -> list[Pixels]:
+    """Return a part of the slices of a volume, at least one of them; None: all."""
+    if part is None:
+        return images
+    start, end = (round(share * len(images)) for share in part)
+    start = min(start, len(images) - 1)
+    return images[start : max(end, start + 1)]
 
 
 def reader_of(stream: IO[bytes]) -> Callable[[IO[bytes], Window | None, Axis, str], Scan] | None:

@@ -79,9 +79,9 @@ def open_run(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
 
 def settings_before_derivation(
     path: Path, config: DictConfig, identity: dict[str, Any], key: str
-) -> dict[str, int | None]:
-    """Return the settings that the method derived, with their values before: its rounds, and
-    settings of its own.
+) -> dict[str, None]:
+    """Return the settings that were null before the method derived them: its rounds, and settings
+    of its own.
 
     Raises:
         FedgenError: if those in ``run.json`` are not valid.
@@ -92,11 +92,12 @@ def settings_before_derivation(
     }
     method_settings -= {"method.type", "method.strategy"}
     if not isinstance(derived, dict) or not all(
-        type(value) is int if name == "rounds" else name in method_settings and value is None
+        (name == "rounds" and type(value) in (int, type(None)))
+        or (name in method_settings and value is None)
         for name, value in derived.items()
     ):
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
-    return derived
+    return dict.fromkeys(derived)  # 0.1.0 stored a number of rounds that the method replaced
 
 
 def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
@@ -171,7 +172,7 @@ def new_identity(ready: Setup) -> tuple[RunDir, str]:
         "device": resolve_device(config.device),
         "branch": ready.domain,
         "noise_multiplier": rounded_noise(ready.privacy.noise_multiplier),
-        "left_open": dict(ready.derived_settings),
+        "left_open": dict.fromkeys(sorted(ready.derived_settings)),
         "environment": {
             "fedgen": VERSION,
             **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")},
@@ -238,9 +239,6 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
     been shorter."""
     if ready.config.get("score") is not None:
         raise FedgenError("rounds", "are fixed in a run of fedgen tune", "start a new run")
-    if ready.config.rounds != rounds:
-        problem = f"{ready.config.names.method} has {ready.config.rounds} by its other settings"
-        raise FedgenError("rounds", problem, "leave it out")
     if rounded_noise(ready.privacy.noise_multiplier) != identity.get("noise_multiplier"):
         target = target_of(privacy := ready.config.privacy)
         target = "the target" if target is None else f"privacy.{target}={privacy[target]:g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,9 @@ from fedgen.run.noise_domain import noise_domain, rehearsed_domain
 from fedgen.storage.io import digest
 from fedgen.testing.fault_rates import FaultRates
 
+DEFAULT_ROUNDS = 400
+"""Rounds of a run with ``rounds=null``, unless its method has a fixed number."""
+
 
 @dataclass(frozen=True)
 class ResolvedMethod:
@@ -45,7 +48,7 @@ class ResolvedMethod:
     program: builds the client program in another process.
     with_dropouts: builds the method as accounted if a missing response may have revealed a cohort.
     with_aggregation: builds the method with another aggregation.
-    derived_settings: settings that the method derived, with their original values.
+    derived_settings: settings that were null, and were derived.
     """
 
     method: Method
@@ -54,7 +57,7 @@ class ResolvedMethod:
     program: Callable[[], ClientProgram]
     with_dropouts: Callable[[], Method]
     with_aggregation: Callable[[AggregationKind], Method]
-    derived_settings: Mapping[str, int | None]
+    derived_settings: frozenset[str]
 
     @property
     def noise(self) -> float | None:
@@ -226,21 +229,27 @@ def resolve_method(
     )
     factory = build(config.method, "method")
     make = partial(_method, factory, facts, config)
-    open_: dict[str, int | None] = {}
-    if (length := make(None).plan.fixed_rounds) not in (None, config.rounds):
-        open_["rounds"], config.rounds = config.rounds, length
+    given_rounds = config.rounds
+    derived = set[str]()
+    if given_rounds is None:
+        derived.add("rounds")
+        config.rounds = DEFAULT_ROUNDS + (config.get("score") is not None)
+    config.rounds = make(None).plan.fixed_rounds or config.rounds
     privacy = calibrate(config, make)
     noise = privacy.noise_multiplier
     if settled := make(noise).derived_settings:
-        open_ |= {f"method.{key}": None for key in settled if config.method[key] is None}
+        derived |= {f"method.{key}" for key in settled if config.method[key] is None}
         config.method.update(settled)
         factory = build(config.method, "method")
         make = partial(_method, factory, facts, config)
         if (length := make(noise).plan.fixed_rounds) not in (None, config.rounds):
-            open_.setdefault("rounds", config.rounds)
             config.rounds = length
             privacy = calibrate(config, make)
             noise = privacy.noise_multiplier
+    if given_rounds not in (None, config.rounds):
+        problem = f"cannot be {given_rounds}: {config.names.method} has {config.rounds} with its "
+        problem += "other settings"
+        raise FedgenError("rounds", problem, "leave it out, or set it to null")
     method = make(noise)
     if not _sums_fit(method.plan):
         facts = replace(facts, ring_bits=64)
@@ -255,7 +264,7 @@ def resolve_method(
         program=partial(_program, make, noise),
         with_dropouts=partial(_method, factory, replace(facts, had_dropout=True), config, noise),
         with_aggregation=lambda kind: _method(factory, facts.with_aggregation(kind), config, noise),
-        derived_settings=open_,
+        derived_settings=frozenset(derived),
     )
 
 

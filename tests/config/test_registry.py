@@ -131,7 +131,7 @@ def test_a_package_has_one_name(declared: str, monkeypatch: pytest.MonkeyPatch) 
         ("method.type=dpgan", "choose method=dpgan"),
         ("method.strategy=null", "method.strategy: cannot be null"),
         ("~logger=tensorboard", "logger: cannot be removed"),
-        ("+rounds=5", "rounds: is a setting already"),
+        ("+seed=5", "seed: is a setting already"),
         ("+evaluation.classifiers.x=5", r"evaluation.classifiers.x: cannot be 5"),
         ("+evaluation.classifiers.x={epochs:3}", "evaluation.classifiers.x.type: is missing"),
         ("+evaluation.classifiers.type=cnn", "evaluation.classifiers.type: cannot be 'cnn'"),

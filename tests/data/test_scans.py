@@ -230,6 +230,29 @@ def test_slices_have_square_pixels(tmp_path: Path) -> None:
     assert pixels(file, axis="coronal").shape == (24, 1, 24, 24)
 
 
+@kills("fedgen/data/scans.py", "max(end, start + 1)]", "end]")
+@kills("fedgen/data/scans.py", "start = min(start, len(images) - 1)", "pass")
+@pytest.mark.parametrize("part", [(0.0, 1.0), (0.3, 0.7), (0.0, 0.01), (0.99, 1.0), (0.5, 0.55)])
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_a_part_of_a_volume_is_selected(
+    part: tuple[float, float], count: int, tmp_path: Path
+) -> None:
+    values = np.arange(count, dtype=np.uint8)[None, None].repeat(8, 0).repeat(8, 1)
+    save_nifti(tmp_path / "a.nii", values)
+    kept = pixels((tmp_path / "a.nii").read_bytes(), slices=part)[:, 0, 0, 0]
+    assert len(kept) == max(1, round(part[1] * count) - round(part[0] * count))
+    assert set(kept.tolist()) <= set(range(count))
+    if count == 10 and part == (0.3, 0.7):
+        assert sorted(kept.tolist()) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("part", [(0.7, 0.3), (0.5, 0.5)])
+def test_an_empty_part_of_a_volume_is_refused(part: tuple[float, float], tmp_path: Path) -> None:
+    save_nifti(tmp_path / "a" / "a.nii", np.zeros((8, 8, 8), np.uint8))
+    with pytest.raises(FedgenError, match=r"data\.slices: is an empty part"):
+        read(tmp_path, slices=part)
+
+
 def raw_slices(file: bytes, axis: Any) -> NDArray[np.uint8]:
     """Return the slices of a volume without cropping."""
     from fedgen.data.scans import read_nifti

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import rounds
 
 from fedgen import cli
 from fedgen.data.digits import digits
@@ -32,7 +33,12 @@ def test_noise_images_and_nothing() -> None:
 def test_a_run_reports_a_failed_generator(
     method: str, noise: float, message: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"method={method}", "rounds=20", "evaluation=none", "privacy.target_epsilon=null"]
+    words = [
+        f"method={method}",
+        *rounds(method, 20),
+        "evaluation=none",
+        "privacy.target_epsilon=null",
+    ]
     words += [f"privacy.noise_multiplier={noise}", f"run_dir={tmp_path / 'run'}"]
     assert cli.run(["train", *words]) == 0
     assert ("look like noise" in capsys.readouterr().out) == message

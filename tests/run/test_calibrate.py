@@ -127,3 +127,30 @@ def test_unused_targets_change_no_noise() -> None:
     assert noise_domain(config, ready.dataset, ready.shards, noise) == ready.domain
     other = setup(compose("config", [*words, "privacy.target_tpr=0.1"]))
     assert other.domain != ready.domain
+
+
+@kills("fedgen/run/setup.py", "if given_rounds not in (None, config.rounds):", "if False:")
+@kills(
+    "fedgen/run/setup.py", "config.rounds = make(None).plan.fixed_rounds or config.rounds", "pass"
+)
+@pytest.mark.parametrize(
+    "words, rounds",
+    [
+        (["method=mixture_small"], 6),
+        (["method=mixture_small", "rounds=null"], 6),
+        (["method=mixture_small", "rounds=6"], 6),
+        (["method=mixture_small", "rounds=100"], "mixture_small has 6"),
+        (["experiment=dp_merf_mnist", "method=mixture_small", "data=digits"], "mixture_small has"),
+        (["method=central_images_small"], 5),
+        (["method=dpgan_small"], 400),
+        (["method=dpgan_small", "rounds=3"], 3),
+    ],
+)
+def test_fixed_rounds_are_not_overridden(words: list[str], rounds: int | str) -> None:
+    if isinstance(rounds, int):
+        assert setup(compose("config", words)).config.rounds == rounds
+        return
+    with pytest.raises(
+        FedgenError, match=f"rounds: cannot be .*: {rounds}.*; leave it out, or set"
+    ):
+        setup(compose("config", words))
