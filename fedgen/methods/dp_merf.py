@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from functools import lru_cache
+from typing import Annotated, Any, Protocol
 
 import torch
 from annotated_types import Ge, Le
@@ -48,7 +49,7 @@ from fedgen.models.functional import (
     weight_gradients,
 )
 from fedgen.privacy.clipping import ClippedSum, sum_of_rows
-from fedgen.privacy.exact_matmul import product
+from fedgen.privacy.exact_matmul import RightFactor
 from fedgen.randomness import RandomStreams
 
 Bandwidth = Annotated[float, Ge(1e-6), Le(1e6)]
@@ -78,11 +79,32 @@ class FeatureMap(Protocol):
     @property
     def weights(self) -> Tensor | float: ...
 
-    def sample_parameters(self, seed: Tensor) -> Tensor: ...
+    def sample_parameters(self, seed: Tensor) -> Any: ...
 
-    def __call__(self, parameters: Tensor, images: Tensor, /) -> Tensor: ...
+    def __call__(self, parameters: Any, images: Tensor, /) -> Tensor: ...
 
-    def sum_by_label(self, parameters: Tensor, images: Tensor, groups: int, /) -> Tensor: ...
+    def sum_by_label(self, parameters: Any, images: Tensor, groups: int, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Frequencies of Fourier features (pixels, count / 2), in single precision and rounded for
+    exact products."""
+
+    single: Tensor
+    exact: RightFactor
+
+    @classmethod
+    def of(cls, frequencies: Tensor, bandwidth: float) -> Frequencies:
+        """Round frequencies at a bandwidth."""
+        return cls(frequencies, RightFactor.of(frequencies, _MAX_FREQUENCY / bandwidth))
+
+
+@lru_cache(maxsize=1)
+def _frequencies(seed: int, pixels: int, number: int, bandwidth: float, device: str) -> Frequencies:
+    """Sample frequencies; once for all clients and rounds of a process."""
+    normals = torch.randn(pixels, number, generator=torch.Generator().manual_seed(seed))
+    return Frequencies.of((normals / bandwidth).to(device), bandwidth)
 
 
 @dataclass(frozen=True)
@@ -101,22 +123,19 @@ class FourierFeatures:
         """Maximum of a scaled cosine or sine."""
         return math.sqrt(2 / self.count)
 
-    def sample_parameters(self, seed: Tensor) -> Tensor:
-        """Return frequencies w (pixels, count / 2)."""
-        rng = torch.Generator().manual_seed(int(seed))
-        normals = torch.randn(self.pixels, self.count // 2, generator=rng)
-        return (normals / self.bandwidth).to(self.device)
+    def sample_parameters(self, seed: Tensor) -> Frequencies:
+        """Return frequencies w."""
+        return _frequencies(int(seed), self.pixels, self.count // 2, self.bandwidth, self.device)
 
-    def __call__(self, frequencies: Tensor, images: Tensor) -> Tensor:
+    def __call__(self, frequencies: Frequencies, images: Tensor) -> Tensor:
         """Return phi of images (n, ...) with values from -1 to 1: (n, count), in double precision.
         Angles are exact: at a small bandwidth their last bits matter, and bits that depend on other
         records would move the features of all."""
-        max_frequency = _MAX_FREQUENCY / self.bandwidth
-        return self._of(product(images.flatten(1), frequencies, (1.0, max_frequency)))
+        return self._of(frequencies.exact.times(images.flatten(1), 1.0))
 
-    def sum_by_label(self, frequencies: Tensor, images: Tensor, groups: int) -> Tensor:
+    def sum_by_label(self, frequencies: Frequencies, images: Tensor, groups: int) -> Tensor:
         """Return phi of non-private images, summed for each consecutive group: (groups, count)."""
-        features = self._of(images.flatten(1) @ frequencies)
+        features = self._of(images.flatten(1) @ frequencies.single)
         return features.view(groups, -1, self.count).sum(1)
 
     def _of(self, angles: Tensor) -> Tensor:

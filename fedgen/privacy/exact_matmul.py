@@ -9,6 +9,7 @@ Sensitivity assumes that records do not influence each other.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,10 +28,31 @@ def product(rows: Tensor, matrix: Tensor, max_entries: tuple[float, float]) -> T
         max_entries: public bounds on the entries of both; larger entries are clamped, NaN becomes
             0.
     """
-    bits = _BITS - math.ceil(math.log2(max(matrix.shape[0], 2)))
-    left, left_grid = _to_grid(rows, max_entries[0], bits - bits // 2)
-    right, right_grid = _to_grid(matrix, max_entries[1], bits // 2)
-    return (left @ right) * (left_grid * right_grid)
+    return RightFactor.of(matrix, max_entries[1]).times(rows, max_entries[0])
+
+
+@dataclass(frozen=True)
+class RightFactor:
+    """The right factor of several products, rounded once.
+
+    integers: the matrix in units of ``grid``.
+    left_bits: l of ``product``.
+    """
+
+    integers: Tensor
+    grid: float
+    left_bits: int
+
+    @classmethod
+    def of(cls, matrix: Tensor, max_entry: float) -> RightFactor:
+        """Round a matrix."""
+        bits = _BITS - math.ceil(math.log2(max(matrix.shape[0], 2)))
+        return cls(*_to_grid(matrix, max_entry, bits // 2), bits - bits // 2)
+
+    def times(self, rows: Tensor, max_entry: float) -> Tensor:
+        """Return ``rows @ matrix``, as ``product`` does."""
+        left, left_grid = _to_grid(rows, max_entry, self.left_bits)
+        return (left @ self.integers) * (left_grid * self.grid)
 
 
 def _to_grid(values: Tensor, max_entry: float, bits: int) -> tuple[Tensor, float]:

@@ -16,8 +16,8 @@ from fedgen.privacy.exact_matmul import product
 
 @kills(
     "fedgen/privacy/exact_matmul.py",
-    "    return (left @ right) * (left_grid * right_grid)",
-    "    return rows.double() @ matrix.double()",
+    "return (left @ self.integers) * (left_grid * self.grid)",
+    "return rows.double() @ self.integers * self.grid",
 )
 @kills("fedgen/privacy/exact_matmul.py", "_BITS = 53 ", "_BITS = 58 ")
 @settings(max_examples=40)
