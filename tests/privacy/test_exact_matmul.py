@@ -14,7 +14,9 @@ from mutation import kills
 from fedgen.privacy.exact_matmul import product
 
 
-@kills("fedgen/privacy/exact_matmul.py", "torch.round(clamped / grid), grid", "clamped / grid, grid")
+@kills(
+    "fedgen/privacy/exact_matmul.py", "torch.round(clamped / grid), grid", "clamped / grid, grid"
+)
 @kills("fedgen/privacy/exact_matmul.py", "_BITS = 53 ", "_BITS = 58 ")
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 900), st.integers(1, 20))
