@@ -11,7 +11,7 @@ ifeq ($(shell [ "0$(SHM_KB)" -gt 8000000 ] && echo yes),yes)
 export PYTEST_DEBUG_TEMPROOT := /dev/shm
 endif
 
-.PHONY: demo check test lint docs clean
+.PHONY: demo check test mutants lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/fedgen train experiment=demo
@@ -22,9 +22,12 @@ check: lint
 
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint docs
-	# three, on any number of cores: many tests wait for processes of their own
-	$(BIN)/python -m pytest -n 3 --dist worksteal
-	$(BIN)/python scripts/mutants.py --tests-passed
+	# four, on any number of cores: many tests wait for processes of their own
+	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python scripts/mutants.py --tests-passed --share 4
+
+mutants: $(INSTALLED)
+	$(BIN)/python scripts/mutants.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

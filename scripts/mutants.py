@@ -1,11 +1,12 @@
 """Apply each mutant to a copy of fedgen and run the test that should notice it.
 
-    python scripts/mutants.py [--tests-passed] [TEST ...]
+    python scripts/mutants.py [--tests-passed] [--share N] [TEST ...]
 
 A mutant is a small fault, of a kind that occurred in published code, declared next to its test
 (``@kills`` in ``tests/mutation.py``). The test must fail with it, and pass without it; the latter
-is skipped with ``--tests-passed``. ``TEST``: file or id of tests; default: all. Prints one line per
-mutant, ``killed FILE: CHANGE`` or ``survived FILE: CHANGE``; exits with 1 if any survived.
+is skipped with ``--tests-passed``. ``TEST``: file or id of tests; default: all. ``--share N`` applies
+every Nth mutant; the commit decides which. Prints one line per mutant, ``killed FILE: CHANGE`` or
+``survived FILE: CHANGE``; exits with 1 if any survived.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import multiprocessing.pool
 import multiprocessing.queues
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -109,6 +111,14 @@ def failed_with(mutant: Mutant) -> list[str]:
     return failed(mutant, [mutant.test])
 
 
+def commit_number() -> int:
+    """Return the hash of the commit as a number; 0 without a repository."""
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return int(head.stdout or "0", 16)
+
+
 def _import_packages() -> None:
     """Import all third-party packages once: each mutant runs in a fork of this process, which
     imports fedgen and its tests from its own copy."""
@@ -151,8 +161,10 @@ def main() -> None:
     parser.add_argument(
         "--tests-passed", action="store_true", help="the tests pass without mutants"
     )
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="every Nth mutant")
     asked = parser.parse_args()
     chosen = [m for m in mutants() if m.test.startswith(tuple(asked.tests or [""]))]
+    chosen = chosen[commit_number() % asked.share :: asked.share]
     if not chosen:
         sys.exit(f"mutants: none for {', '.join(asked.tests)}")
     for mutant in chosen:

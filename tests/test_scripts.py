@@ -33,7 +33,7 @@ SMALLEST: dict[str, list[str]] = {
     ],
     "gradient_norms.py": ["--help"],
     "make_shapes.py": ["shapes.npz", "--side", "16", "--rows", "20"],
-    "mutants.py": ["--tests-passed", "tests/privacy/test_gaussian_noise.py"],
+    "mutants.py": ["--tests-passed", "--share=2", "tests/privacy/test_gaussian_noise.py"],
 }
 """Words of each script that needs nothing else. ``gradient_norms.py`` is run whole by
 ``tests/commands/test_sweep.py``."""
