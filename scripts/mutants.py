@@ -4,9 +4,9 @@
 
 A mutant is a small fault, of a kind that occurred in published code, declared next to its test
 (``@kills`` in ``tests/mutation.py``). The test must fail with it, and pass without it; the latter
-is skipped with ``--tests-passed``. ``TEST``: file or id of tests; default: all. ``--share N`` applies
-every Nth mutant; the commit decides which. Prints one line per mutant, ``killed FILE: CHANGE`` or
-``survived FILE: CHANGE``; exits with 1 if any survived.
+is skipped with ``--tests-passed``. ``TEST``: file or id of tests; default: all. With ``--share N``,
+every Nth mutant is applied; the commit decides which. Prints one line per mutant, ``killed FILE:
+CHANGE`` or ``survived FILE: CHANGE``; exits with 1 if any survived.
 """
 
 from __future__ import annotations
