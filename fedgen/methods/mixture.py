@@ -61,7 +61,7 @@ from fedgen.methods.families.scattering_classifier import (
     ridge,
 )
 from fedgen.models.augmentation import Augmentation
-from fedgen.models.dct import QUANTILES, DctMixture, dct_basis
+from fedgen.models.dct import QUANTILES, DctMixture, ExactDct, dct_basis
 from fedgen.models.functional import Tensors, concat_parts, part
 from fedgen.models.scattering import Scattering
 from fedgen.privacy.clipping import (
@@ -99,13 +99,14 @@ class Contributions:
     """Contributions of records to each sum: functions of the shared arrays of a query, images (n,
     c, h, w) in [0, 1] and labels (n,).
 
+    dct: lowest DCT coefficients of each channel.
     count: entry in front of deviations, so that their second moments count records as well; 0: no
         such entry.
     """
 
     shape: tuple[int, int, int]
     classes: int
-    basis: Tensor
+    dct: ExactDct
     clusters: int
     count: float
 
@@ -182,12 +183,6 @@ class Contributions:
         """Return the number of entries of a sum of second moments."""
         side += bool(self.count)
         return side * (side + 1) // 2
-
-    def dct(self, images: Tensor) -> Tensor:
-        """Return the lowest DCT coefficients of each channel (n, c * m * m)."""
-        channels = images.flatten(2).flatten(0, 1)
-        coefficients = product(channels, self.basis.to(images.device), (1.0, 1.0))
-        return coefficients.view(len(images), images.shape[1] * coefficients.shape[1])
 
     def principal_components(
         self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor
@@ -631,7 +626,7 @@ def mixture(
     contributions = Contributions(
         facts.shape,
         facts.classes,
-        dct_basis((facts.shape[1], facts.shape[2]), sizes.dct_size),
+        ExactDct.of((facts.shape[1], facts.shape[2]), sizes.dct_size),
         sizes.clusters,
         _PERSON_COUNT if facts.unit is Unit.PERSON else 0.0,
     )
@@ -673,7 +668,11 @@ def mixture(
         stds,
         sequence,
         contributions,
-        DctMixture(facts.shape, contributions.basis, AUGMENTATIONS[augmentation]),
+        DctMixture(
+            facts.shape,
+            dct_basis((facts.shape[1], facts.shape[2]), sizes.dct_size),
+            AUGMENTATIONS[augmentation],
+        ),
         classifier,
     )
     return sequence.build(

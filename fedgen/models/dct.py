@@ -15,16 +15,50 @@ from fedgen.models.functional import Tensors
 
 QUANTILES = 1024
 """Number of entries of an intensity table."""
+_PIXEL, _DOUBLE = 8, 53  # bits of a pixel, and of integers in a double
 
 
 def dct_basis(side: tuple[int, int], count: int) -> Tensor:
     """Return the ``count`` lowest cosines along each side, orthonormal (h * w, count^2)."""
-    bases = []
-    for length in side:
-        angles = (torch.arange(length, dtype=torch.float64) + 0.5) * math.pi / length
-        cosines = torch.cos(angles[:, None] * torch.arange(count, dtype=torch.float64))
-        bases.append(F.normalize(cosines, dim=0))
-    return torch.einsum("hi,wj->hwij", *bases).reshape(-1, count**2).float()
+    high, wide = (_cosines(length, count) for length in side)
+    return torch.einsum("hi,wj->hwij", high, wide).reshape(-1, count**2).float()
+
+
+def _cosines(length: int, count: int) -> Tensor:
+    """Return the ``count`` lowest cosines of a side, orthonormal (length, count)."""
+    angles = (torch.arange(length, dtype=torch.float64) + 0.5) * math.pi / length
+    cosines = torch.cos(angles[:, None] * torch.arange(count, dtype=torch.float64))
+    return F.normalize(cosines, dim=0)
+
+
+@dataclass(frozen=True)
+class ExactDct:
+    """DCT coefficients of images of 8 bits as sums of integers that a double represents: exact in
+    any order (see ``exact_matmul.py``). No partial sum exceeds 256 * 4^bits * sqrt(h * w): the
+    magnitudes of cosines of norm 1 add up to at most the root of their number, and 256 instead of
+    255 leaves room for their rounding.
+
+    high, wide: cosines of each side as integers, (m, h) and (w, m).
+    unit: factor of the sums.
+    """
+
+    high: Tensor
+    wide: Tensor
+    unit: float
+
+    @classmethod
+    def of(cls, side: tuple[int, int], count: int) -> ExactDct:
+        """Round the ``count`` lowest cosines along each side."""
+        root = sum(math.ceil(math.log2(length) / 2) for length in side)
+        bits = (_DOUBLE - _PIXEL - root) // 2
+        high, wide = ((_cosines(length, count) * 2**bits).round() for length in side)
+        return cls(high.T.contiguous(), wide, 1 / (255 * 4**bits))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the coefficients (n, c * m^2) of images (n, c, h, w) in [0, 1]."""
+        high, wide = self.high.to(images.device), self.wide.to(images.device)
+        pixels = (images * 255).round().double()
+        return (high @ (pixels @ wide)).flatten(1) * self.unit
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from fedgen.privacy.clipping import (
     sum_of_second_moments,
     symmetric_from_triangle,
 )
-from fedgen.privacy.exact_matmul import product
+from fedgen.privacy.exact_matmul import RightFactor
 
 _AT_ONCE = 2000  # images
 _PROJECTED = 250  # images projected at a time, in double precision
@@ -170,11 +170,11 @@ def descent(
 def projection(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
     """Project features (n, f) to z (n, s + 1), of norm 1 plus a constant entry."""
     mean, directions = space["mean"].double(), space["directions"].double()
-    max_entry = max(float(directions.abs().max()), 1e-30)
+    factor = RightFactor.of(directions, max(float(directions.abs().max()), 1e-30))
     # exact products: directions may cancel everything except rounding errors, which normalization
     # would amplify
     parts = [
-        F.normalize(product(chunk.double() - mean, directions, (_MAX_DIFFERENCE, max_entry)), dim=1)
+        F.normalize(factor.times(chunk.double() - mean, _MAX_DIFFERENCE), dim=1)
         for chunk in torch.split(features, _PROJECTED)  # 16,000 features for a photograph
     ]
     points = torch.cat(parts)

@@ -1,4 +1,4 @@
-"""Features of an image do not depend on other images, whatever library, threads or batch."""
+"""Exact features of images, which therefore do not depend on other images."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mutation import kills
 from torch.nn import functional as F
 
 from fedgen.models import scattering
+from fedgen.models.dct import ExactDct, dct_basis
 from fedgen.models.scattering import Scattering
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 13, 20)]
@@ -116,3 +117,21 @@ def test_features_are_those_of_ordinary_scattering() -> None:
     assert space(pixels.float()).shape == (4, space.count)
     difference = space(pixels.float()).double() - expected
     assert float(difference.norm(dim=1).max()) < 0.01  # of 1
+
+
+@kills("fedgen/models/dct.py", "bits = (_DOUBLE - _PIXEL - root) // 2", "bits = 26")
+@kills("fedgen/models/dct.py", "* 2**bits).round()", "* 2**bits)")
+@pytest.mark.parametrize("side", [(8, 8), (28, 28), (64, 48), (1024, 13)])
+def test_dct_coefficients_are_exact(side: tuple[int, int]) -> None:
+    """In any order of addition, and close to the cosines."""
+    count = min(*side, 24)
+    dct, batch = ExactDct.of(side, count), (images(5, (3, *side)) * 255).round() / 255
+    for batch_ in (batch, torch.ones(1, 1, *side)):
+        integers = (batch_ * 255).round().long()
+        sums = torch.einsum("ih,nchw,wj->ncij", dct.high.long(), integers, dct.wide.long())
+        assert torch.equal(dct(batch_), sums.double().flatten(1) * dct.unit)
+    largest = 255 * float(dct.high.abs().sum(1).max()) * float(dct.wide.abs().sum(0).max())
+    assert largest <= 2**53
+    assert torch.equal(dct.high, dct.high.round()) and torch.equal(dct.wide, dct.wide.round())
+    expected = batch.flatten(2) @ dct_basis(side, count)
+    assert torch.allclose(dct(batch).float(), expected.flatten(1), atol=1e-3)
