@@ -305,6 +305,16 @@ def sum_of_second_moments(
     return ClippedSum({"rows": total}, norms, clip, _SEAL)
 
 
+def sum_of_outer_products(left: Tensor, right: Tensor, clip: float) -> ClippedSum:
+    """Return the sum over examples of v w^T (a, b), for rows v (n, a) and w (n, b), each clipped to
+    Frobenius norm ``clip``, in double precision: the gradient of a linear layer."""
+    left, right = left.double(), right.double()
+    norms = row_norms(left) * row_norms(right)
+    factors = clipping_factors(norms, clip)
+    used = torch.where((factors != 0)[:, None], right, 0.0)
+    return ClippedSum({"rows": scale_rows(left, factors).T @ used}, norms, clip, _SEAL)
+
+
 def symmetric_from_triangle(triangles: Tensor, side: int) -> Tensor:
     """Return the matrices (..., side, side) of upper triangles as ``sum_of_second_moments`` has
     them. Equal noise in all entries has twice the variance on the diagonal."""

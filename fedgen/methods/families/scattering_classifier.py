@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedgen.methods.families.noisy_sums import Preparation, SumMechanisms, SumQuery, mean_std
@@ -27,7 +27,7 @@ from fedgen.models.scattering import Scattering
 from fedgen.privacy.clipping import (
     ClippedSum,
     clip_rows,
-    clipped_sum,
+    sum_of_outer_products,
     sum_of_second_moments,
     symmetric_from_triangle,
 )
@@ -142,13 +142,12 @@ def descent(
     """Return the classifier with ``steps`` queries."""
     classes, side = space.classes, space.size + 1
     mechanism = sums.mechanism(share, steps, clip=_CLIP, client_clip=_PER_CLIENT)
-    module = _Softmax(side, classes).double()
 
     def contribution(shared: Mapping[str, Tensor], points: Tensor, labels: Tensor) -> ClippedSum:
         # bounded weights: rounding errors of scores must not matter for any server
-        weights = {"linear.weight": clip_rows(shared["weights"][None], _MAX_NORM)[0].T.double()}
-        inputs, at_once = (points, labels), max(len(points), 1)
-        return clipped_sum(module, weights, inputs, lambda losses: losses, _CLIP, at_once)
+        weights = clip_rows(shared["weights"][None], _MAX_NORM)[0].double()
+        errors = (_SCALE * (points @ weights)).softmax(1) - F.one_hot(labels, classes)
+        return sum_of_outer_products(errors, points, _CLIP)
 
     def learn(state: Mapping[str, Tensor], response: Tensor) -> Tensors:
         """Take one step; the last step returns the mean over the second half."""
@@ -190,16 +189,3 @@ def ridge_norm(classes: int) -> float:
 def one_hot(labels: Tensor, classes: int) -> Tensor:
     """Return t (n, classes)."""
     return F.one_hot(labels, classes).double() - 1 / classes
-
-
-class _Softmax(nn.Module):
-    """Map z (n, s) and labels (n,) to the cross entropy of each label (n,), over ``_SCALE``."""
-
-    def __init__(self, size: int, classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, classes, bias=False)
-
-    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
-        """See the class."""
-        scores = _SCALE * self.linear(points)
-        return F.cross_entropy(scores, labels, reduction="none") / _SCALE
