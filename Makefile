@@ -22,7 +22,7 @@ check: lint
 
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint docs
-	# four, on any number of cores: many tests wait for processes of their own
+	# four workers on any number of cores: many tests wait for child processes
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 	$(BIN)/python scripts/mutants.py --tests-passed --share 4
 

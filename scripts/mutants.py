@@ -5,8 +5,8 @@
 A mutant is a small fault, of a kind that occurred in published code, declared next to its test
 (``@kills`` in ``tests/mutation.py``). The test must fail with it, and pass without it; the latter
 is skipped with ``--tests-passed``. ``TEST``: file or id of tests; default: all. With ``--share N``,
-every Nth mutant is applied; the commit decides which. Prints one line per mutant, ``killed FILE:
-CHANGE`` or ``survived FILE: CHANGE``; exits with 1 if any survived.
+only every Nth mutant is applied; the commit determines the first one. Prints one line per mutant,
+``killed FILE: CHANGE`` or ``survived FILE: CHANGE``; exits with 1 if any survived.
 """
 
 from __future__ import annotations
@@ -113,9 +113,11 @@ def failed_with(mutant: Mutant) -> list[str]:
 
 def commit_number() -> int:
     """Return the hash of the commit as a number; 0 without a repository."""
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        head = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git
+        return 0
     return int(head.stdout or "0", 16)
 
 
@@ -161,16 +163,20 @@ def main() -> None:
     parser.add_argument(
         "--tests-passed", action="store_true", help="the tests pass without mutants"
     )
-    parser.add_argument("--share", type=int, default=1, metavar="N", help="every Nth mutant")
+    parser.add_argument(
+        "--share", type=int, default=1, metavar="N", help="apply only every Nth mutant"
+    )
     asked = parser.parse_args()
     chosen = [m for m in mutants() if m.test.startswith(tuple(asked.tests or [""]))]
-    chosen = chosen[commit_number() % asked.share :: asked.share]
     if not chosen:
         sys.exit(f"mutants: none for {', '.join(asked.tests)}")
     for mutant in chosen:
         count = (ROOT / mutant.path).read_text().count(mutant.old)
         if count != 1:
             sys.exit(f"mutants: {mutant.test}: {mutant.path} contains {mutant.old!r} {count} times")
+    if asked.share < 1:
+        sys.exit(f"mutants: --share cannot be {asked.share}; give 1 or more")
+    chosen = chosen[commit_number() % min(asked.share, len(chosen)) :: asked.share]
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["FEDGEN_TEST_WITHOUT"] = "shrink"  # a failure suffices; no minimal example needed
     _import_packages()

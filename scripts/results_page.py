@@ -38,6 +38,7 @@ from fedgen.privacy.guarantee import round_up
 from fedgen.reporting.figures import roc_curves
 from fedgen.reporting.progress import format_bytes, format_epsilon
 from fedgen.run.resume import open_run
+from fedgen.run.setup import default_rounds
 from fedgen.storage.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,8 +118,10 @@ def add(section: str, run: Path, command: str, method: str | None = None) -> Non
     run_dir, run_config, identity = open_run(run, "run")
     _, subcommand, *words = shlex.split(command)
     requested = compose("tune" if subcommand == "tune" else "config", words)
-    for key, value in identity["left_open"].items():  # derived settings
-        OmegaConf.update(run_config, key, value)
+    for key in identity["left_open"]:  # derived settings
+        OmegaConf.update(run_config, key, None)
+    if requested.rounds is None and run_config.rounds == default_rounds(run_config):
+        requested.rounds = run_config.rounds
     for config in (run_config, requested):
         config.run_dir = config.logger = config.names.logger = None
     compared_keys = [

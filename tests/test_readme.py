@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import rounds, tiny
+from tiny import rounds_override, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
@@ -108,11 +108,11 @@ def test_a_recipe_at_two_rounds(
         overrides += ["warm_up.rounds=1", "warm_up.batch=4"]
         known = [word for word in [*words[1:], *overrides] if not word.startswith("rounds=")]
         wanted = setup(compose("config", [*known, "rounds=1000"])).method.plan.min_rounds
-    overrides += [*rounds(method, wanted), "evaluate_every=0", f"run_dir={place}"]
+    overrides += [*rounds_override(method, wanted), "evaluate_every=0", f"run_dir={place}"]
     assert cli.run([*words, *overrides]) == 0
     for results in place.rglob("results.json"):
-        finished = json.loads(results.read_text())["rounds"]
-        assert finished == wanted or not rounds(method, wanted)
+        finished_rounds = json.loads(results.read_text())["rounds"]
+        assert finished_rounds == wanted or not rounds_override(method, wanted)
 
 
 def test_every_method_has_a_page() -> None:

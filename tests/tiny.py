@@ -144,12 +144,12 @@ def tiny(method: str, *more: str) -> list[str]:
         word
         for word in [*own, *TINY, *OTHER_METHODS, *more]
         if not word.startswith(("method.", "rounds="))
-        or word in rounds(method, word.removeprefix("rounds="))
+        or word in rounds_override(method, word.removeprefix("rounds="))
         or OmegaConf.select(config, word.split("=")[0], default=_NO) is not _NO
     ]
 
 
-def rounds(method: str, number: int | str) -> list[str]:
+def rounds_override(method: str, number: int | str) -> list[str]:
     """Return an override for the rounds; none for methods with a fixed number of rounds."""
     return [] if _program(method)[0] in _FIXED_ROUNDS else [f"rounds={number}"]
 

@@ -17,7 +17,7 @@ def digits(streams: RandomStreams, **_: object) -> Dataset:
     by public streams."""
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None and spec.submodule_search_locations is not None  # a dependency
-    # importing sklearn.datasets takes half a second, as it imports pandas
+    # sklearn.datasets imports pandas, which takes half a second
     file = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     rows = np.loadtxt(file, delimiter=",")
     images, labels = rows[:, :-1], rows[:, -1].astype(np.int64)

@@ -103,13 +103,16 @@ def folder(
             or a regular expression on file names; its first group is the person.
         window: center and width of intensities; see ``scans.py``. None: the one in each DICOM file.
         axis: plane of the slices of NIfTI volumes.
-        slices: used part of each volume, and of each DICOM file with several frames, as shares of
-            its slices; None: all.
+        slices: used part of each volume, and of each DICOM file with several frames, as fractions
+            of the number of slices; None: all.
 
     Raises:
         FedgenError: for invalid folders first, then for all invalid images together; names the
             files.
     """
+    if slices is not None and slices[0] >= slices[1]:
+        remedy = "set the start below the end, e.g. [0.3,0.7]"
+        raise FedgenError("data.slices", "selects no slices", remedy)
     paths = [path] if isinstance(path, str) else list(path or [])
     if not all(paths) or not paths:
         raise FedgenError("data.path", "is not set", "give data.path=FILE.npz or a folder")
@@ -141,8 +144,6 @@ def folder(
         listed = read_folders(places, labels, person)
     if person is not None and not tag and not any(record.person for record in listed.records):
         listed = replace(listed, records=match_persons(listed, person))
-    if slices is not None and slices[0] >= slices[1]:
-        raise FedgenError("data.slices", "is an empty part", "e.g. [0.3,0.7], for the middle")
     options = ReadOptions(size, channels, window, axis, slices, tag, allow_multiple=True)
     are_folders = labels is None and not archives and not is_file
     return _dataset(listed, options, streams, names, are_folders)

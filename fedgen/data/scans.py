@@ -31,7 +31,7 @@ Axis = Literal["sagittal", "coronal", "axial"]
 Window = tuple[Annotated[float, Ge(-1e9), Le(1e9)], Annotated[float, Gt(0), Le(1e9)]]
 """Center and width."""
 Slices = tuple[Annotated[float, Ge(0), Le(1)], Annotated[float, Ge(0), Le(1)]]
-"""Start and end of the used part of a volume, as shares of its slices."""
+"""Start and end of the used part of a volume, as fractions of the number of slices."""
 Pixels = NDArray[np.uint8]
 """(height, width), or (height, width, 3)."""
 
@@ -87,7 +87,7 @@ def apply_window(values: NDArray[Any], window: Window) -> Pixels:
 
 
 def select_slices(images: list[Pixels], part: Slices | None) -> list[Pixels]:
-    """Return a part of the slices of a volume, at least one of them; None: all."""
+    """Return the slices in ``part`` of a volume, at least one; None: all."""
     if part is None:
         return images
     start, end = (round(share * len(images)) for share in part)

@@ -174,6 +174,8 @@ def check_settings(policy: Policy, config: DictConfig) -> None:
                 raise RefusedError(f"method {name} is not allowed")
     if privacy.delta > policy.delta:
         raise RefusedError(f"δ = {privacy.delta:g} is above {policy.delta:g}")
+    if config.rounds is None:
+        raise RefusedError("the request has no number of rounds")
     if config.rounds > _MOST_ROUNDS:
         raise RefusedError(f"{config.rounds} rounds are more than {_MOST_ROUNDS}")
 

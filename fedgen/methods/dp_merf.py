@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -88,23 +88,23 @@ class FeatureMap(Protocol):
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Frequencies of Fourier features (pixels, count / 2), in single precision and rounded for
-    exact products."""
+    """Frequencies of Fourier features (pixels, count / 2), in single precision, sampled for a
+    bandwidth."""
 
     single: Tensor
-    exact: RightFactor
+    bandwidth: float
 
-    @classmethod
-    def of(cls, frequencies: Tensor, bandwidth: float) -> Frequencies:
-        """Round frequencies at a bandwidth."""
-        return cls(frequencies, RightFactor.of(frequencies, _MAX_FREQUENCY / bandwidth))
+    @cached_property
+    def exact(self) -> RightFactor:
+        """The frequencies, rounded for exact products."""
+        return RightFactor.of(self.single, _MAX_FREQUENCY / self.bandwidth)
 
 
 @lru_cache(maxsize=1)
 def _frequencies(seed: int, pixels: int, number: int, bandwidth: float, device: str) -> Frequencies:
-    """Sample frequencies; once for all clients and rounds of a process."""
+    """Sample frequencies. They are cached for all clients and rounds of a process."""
     normals = torch.randn(pixels, number, generator=torch.Generator().manual_seed(seed))
-    return Frequencies.of((normals / bandwidth).to(device), bandwidth)
+    return Frequencies((normals / bandwidth).to(device), bandwidth)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class FourierFeatures:
         """Return phi of images (n, ...) with values from -1 to 1: (n, count), in double precision.
         Angles are exact: at a small bandwidth their last bits matter, and bits that depend on other
         records would move the features of all."""
-        return self._of(frequencies.exact.times(images.flatten(1), 1.0))
+        return self._of(frequencies.exact.multiplied_from_left(images.flatten(1), 1.0))
 
     def sum_by_label(self, frequencies: Frequencies, images: Tensor, groups: int) -> Tensor:
         """Return phi of non-private images, summed for each consecutive group: (groups, count)."""

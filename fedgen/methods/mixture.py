@@ -30,9 +30,9 @@ average. A person with a clipped mean counts less than one: sums of second momen
 counts, by which they are divided.
 
 For any query, a record's contribution has norm at most 1 and does not depend on other records: DCT
-coefficients, principal components, distances to clusters and projected features are exact
-(``privacy/exact_matmul.py``). It is assumed that the wavelet features of a record, in single
-precision, are the same to the last bit for any other records of its batch.
+coefficients, principal components, distances to clusters, wavelet features and their projections
+are exact (``privacy/exact_matmul.py``, ``models/scattering.py``). The scores of ``descent`` are in
+double precision; the margin of clipped sums covers their rounding, as weights are bounded.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fedgen.models.functional import Tensors
 
 QUANTILES = 1024
 """Number of entries of an intensity table."""
-_PIXEL, _DOUBLE = 8, 53  # bits of a pixel, and of integers in a double
+_PIXEL_BITS, _DOUBLE_BITS = 8, 53  # of a pixel, and of integers in a double
 
 
 def dct_basis(side: tuple[int, int], count: int) -> Tensor:
@@ -33,32 +33,33 @@ def _cosines(length: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExactDct:
-    """DCT coefficients of images of 8 bits as sums of integers that a double represents: exact in
-    any order (see ``exact_matmul.py``). No partial sum exceeds 256 * 4^bits * sqrt(h * w): the
-    magnitudes of cosines of norm 1 add up to at most the root of their number, and 256 instead of
-    255 leaves room for their rounding.
+    """DCT coefficients of 8-bit images, computed from integers that a double represents exactly.
 
-    high, wide: cosines of each side as integers, (m, h) and (w, m).
-    unit: factor of the sums.
+    The order of addition has no effect (see ``exact_matmul.py``). Partial sums are at most 256 *
+    4^bits * sqrt(h * w): the magnitudes of n cosines of norm 1 add up to at most sqrt(n), and 256
+    in place of 255 allows for rounding the cosines.
+
+    vertical, horizontal: cosines of each side as integers, (m, h) and (w, m).
+    unit: factor from sums to coefficients.
     """
 
-    high: Tensor
-    wide: Tensor
+    vertical: Tensor
+    horizontal: Tensor
     unit: float
 
     @classmethod
     def of(cls, side: tuple[int, int], count: int) -> ExactDct:
         """Round the ``count`` lowest cosines along each side."""
         root = sum(math.ceil(math.log2(length) / 2) for length in side)
-        bits = (_DOUBLE - _PIXEL - root) // 2
-        high, wide = ((_cosines(length, count) * 2**bits).round() for length in side)
-        return cls(high.T.contiguous(), wide, 1 / (255 * 4**bits))
+        bits = (_DOUBLE_BITS - _PIXEL_BITS - root) // 2
+        vertical, horizontal = ((_cosines(length, count) * 2**bits).round() for length in side)
+        return cls(vertical.T.contiguous(), horizontal, 1 / (255 * 4**bits))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the coefficients (n, c * m^2) of images (n, c, h, w) in [0, 1]."""
-        high, wide = self.high.to(images.device), self.wide.to(images.device)
         pixels = (images * 255).round().double()
-        return (high @ (pixels @ wide)).flatten(1) * self.unit
+        rows = pixels @ self.horizontal.to(images.device)
+        return (self.vertical.to(images.device) @ rows).flatten(1) * self.unit
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ contrast. (Tramer, Boneh 2021 train private classifiers on such features.)
 
 The features of an image do not depend on other images of the batch, for any number of threads: all
 sums are sums of integers that floating point represents exactly, and the rest is elementwise (see
-``exact_matmul.py``). Wavelets are in single precision: the magnitudes of a filter's entries add up
-to at most 2^16 for pixels of 8 bits, and to 2^12 for maps of 12 bits, so that no partial sum
-exceeds 2^24. Low-pass filters are in double precision: maps of 18 bits and two sides of 17 bits.
+``exact_matmul.py``). Wavelet convolutions use single precision. The magnitudes of a filter add up
+to at most 2^16 for 8-bit pixels and 2^12 for 12-bit maps, so no partial sum exceeds 2^24. Low-pass
+filters use double precision. 18-bit maps times a 17-bit filter along each side give at most 2^52.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,9 +30,13 @@ _ORIENTATIONS = 8
 _GROUPS = (1, _ORIENTATIONS, _ORIENTATIONS, _ORIENTATIONS**2)  # maps per channel
 _CELLS = 8  # maximum number of positions per side
 _AT_ONCE = 2**23  # entries of the maps of order 2
-_SINGLE, _DOUBLE = 24, 53  # bits of integers in floating point
-_PIXEL, _MAP, _OUTPUT = 8, 12, 18  # bits of pixels, of maps before and of maps after wavelets
-_SMOOTHING = 17  # bits of low-pass filters
+_SINGLE_BITS, _DOUBLE_BITS = 24, 53  # of integers in floating point
+_PIXEL_BITS, _MAP_BITS, _OUTPUT_BITS = 8, 12, 18  # of pixels, and of maps before and after wavelets
+_FILTER_BITS = 17  # of low-pass filters
+
+# NNPACK, which torch uses without oneDNN, and FFT convolutions of cuDNN are not exact
+torch.backends.nnpack.set_flags(False)  # type: ignore[no-untyped-call]
+_WITHOUT_CUDNN = threading.Lock()  # the flag is that of the process
 
 
 @dataclass(frozen=True)
@@ -58,55 +63,54 @@ class Scattering:
         return channels * sum(_GROUPS) * high * wide
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images (n, channels, height, width) in [0, 1], rounded to 8 bits -> features (n, count)
-        with norm 1."""
+        """Return features (n, count) of images (n, channels, height, width) in [0, 1], rounded to 8
+        bits. Their norm is 1, or less if a group is zero (a black image)."""
         if not len(images):
             return torch.zeros(0, self.count, device=self.device)
         at_once = max(1, 4 * _AT_ONCE // (math.prod(self.shape) * _GROUPS[-1]))
-        # cuDNN may convolve by Fourier transforms, whose rounding is not exact
-        with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+        with torch.no_grad(), _WITHOUT_CUDNN, torch.backends.cudnn.flags(enabled=False):
             parts = torch.split(images.to(self.device, torch.float32), at_once)
             return torch.cat([self._of(part) for part in parts])
 
     def _of(self, images: Tensor) -> Tensor:
         pixels = (images.flatten(0, 1)[:, None] * 255).round()  # each channel separately
-        first = self._fine.modulus(pixels, 1)
-        second = self._coarse.modulus(pixels * 2 ** (_MAP - _PIXEL), 2)
-        both = self._coarse.modulus((first * 2.0 ** (_MAP - _OUTPUT)).round(), 2)
+        fine = self._fine.modulus(pixels, 1)
+        coarse = self._coarse.modulus(pixels * 2 ** (_MAP_BITS - _PIXEL_BITS), 2)
+        both = self._coarse.modulus((fine * 2.0 ** (_MAP_BITS - _OUTPUT_BITS)).round(), 2)
         maps = (
             self._low_pass(pixels, 1),
-            self._low_pass(first, 1),
-            self._low_pass(second, 2),
+            self._low_pass(fine, 1),
+            self._low_pass(coarse, 2),
             self._low_pass(both, 2),
         )
         groups = [_normalize(group.reshape(len(images), -1)) for group in maps]
         return (torch.cat(groups, 1) / 2).float()
 
     def _low_pass(self, maps: Tensor, scale: int) -> Tensor:
-        """Smooth maps (n, k, h, w) at ``1 / scale`` of the size, and keep each position: (n, k,
-        h', w')."""
-        high, wide = (self._smoothing(side, scale) for side in self.shape[1:])
-        return high @ maps.double() @ wide.T
+        """Smooth maps (n, k, h, w) at ``1 / scale`` of the size, and sample them at each position:
+        (n, k, h', w')."""
+        vertical, horizontal = (self._low_pass_matrix(side, scale) for side in self.shape[1:])
+        return vertical @ maps.double() @ horizontal.T
 
-    def _smoothing(self, side: int, scale: int) -> Tensor:
+    def _low_pass_matrix(self, side: int, scale: int) -> Tensor:
         """Return the low-pass filter of a side as a matrix (positions, pixels)."""
         side, stride = -(-side // scale), self.stride // scale
         sigma = 0.8 * stride
         radius = math.ceil(1.8 * sigma)
-        hill = torch.exp(-torch.arange(-radius, radius + 1).double().square() / (2 * sigma**2))
-        hill = (hill / hill.sum() * 2**_SMOOTHING).trunc()
+        gaussian = torch.exp(-torch.arange(-radius, radius + 1).double().square() / (2 * sigma**2))
+        gaussian = (gaussian / gaussian.sum() * 2**_FILTER_BITS).trunc()
         matrix = torch.zeros(-(-side // stride), side + 2 * radius, dtype=torch.float64)
         for position, row in enumerate(matrix):
-            row[position * stride : position * stride + len(hill)] = hill
+            row[position * stride : position * stride + len(gaussian)] = gaussian
         return matrix[:, radius : radius + side].to(self.device)
 
     @cached_property
     def _fine(self) -> Wavelets:
-        return Wavelets.of(_morlets(7, 0.8, 3 * math.pi / 4), _PIXEL, self.device)
+        return Wavelets.of(_morlets(7, 0.8, 3 * math.pi / 4), _PIXEL_BITS, self.device)
 
     @cached_property
     def _coarse(self) -> Wavelets:
-        return Wavelets.of(_morlets(11, 1.6, 3 * math.pi / 8), _MAP, self.device)
+        return Wavelets.of(_morlets(11, 1.6, 3 * math.pi / 8), _MAP_BITS, self.device)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Wavelets:
     """Complex filters for maps of integers.
 
     integers: real parts, then imaginary ones, as integers (2 * orientations, 1, size, size).
-    unit: factor that maps the modulus of a result to integers of ``_OUTPUT`` bits.
+    unit: factor that maps the modulus of a result to integers of ``_OUTPUT_BITS``.
     """
 
     integers: Tensor
@@ -122,12 +126,12 @@ class Wavelets:
 
     @classmethod
     def of(cls, filters: Tensor, bits: int, device: str) -> Wavelets:
-        """Round filters for maps of this number of bits."""
+        """Scale filters for maps of ``bits`` bits, and truncate them to integers."""
         magnitudes = filters.abs().sum((1, 2, 3))
-        integers = (filters * (2 ** (_SINGLE - bits) / magnitudes.max())).trunc()
+        integers = (filters * (2 ** (_SINGLE_BITS - bits) / magnitudes.max())).trunc()
         limit = integers.abs().sum((1, 2, 3)).view(2, -1).square().sum(0).max().sqrt()
-        layout = integers.float().to(device, memory_format=torch.channels_last)  # faster on CPUs
-        return cls(layout, 2.0 ** (_OUTPUT - bits) / float(limit))
+        kernels = integers.float().to(device, memory_format=torch.channels_last)  # faster on CPUs
+        return cls(kernels, 2.0 ** (_OUTPUT_BITS - bits) / float(limit))
 
     def modulus(self, maps: Tensor, stride: int) -> Tensor:
         """Return the absolute value of each map (n, k, h, w) convolved with each filter: integers
@@ -140,9 +144,10 @@ class Wavelets:
 
 
 def _normalize(values: Tensor) -> Tensor:
-    """Scale rows (n, d) to norm 1. Their squares are integers in a double: the sum is exact."""
-    bits = (_DOUBLE - math.ceil(math.log2(values.shape[1]))) // 2
-    integers = (values * 2.0 ** (bits - _DOUBLE + 1)).round()
+    """Scale rows (n, d) to norm 1; zero rows stay zero. Entries are rounded to integers, so that a
+    double holds the sum of their squares exactly."""
+    bits = (_DOUBLE_BITS - math.ceil(math.log2(values.shape[1]))) // 2
+    integers = (values * 2.0 ** (bits - _DOUBLE_BITS + 1)).round()
     return integers / integers.square().sum(1, keepdim=True).sqrt().clamp(min=1)
 
 

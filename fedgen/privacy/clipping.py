@@ -306,11 +306,12 @@ def sum_of_second_moments(
 
 
 def sum_of_outer_products(left: Tensor, right: Tensor, clip: float) -> ClippedSum:
-    """Return the sum over examples of v w^T (a, b), for rows v (n, a) and w (n, b), each clipped to
-    Frobenius norm ``clip``, in double precision: the gradient of a linear layer."""
+    """Return the sum over examples of the outer product v w^T (a, b), each product clipped to
+    Frobenius norm ``clip``, for rows v (n, a) and w (n, b). In double precision, with the margin of
+    ``clipped_sum``. This is the clipped gradient of a linear layer."""
     left, right = left.double(), right.double()
     norms = row_norms(left) * row_norms(right)
-    factors = clipping_factors(norms, clip)
+    factors = clipping_factors(norms, clip, _SUM_MARGIN)
     used = torch.where((factors != 0)[:, None], right, 0.0)
     return ClippedSum({"rows": scale_rows(left, factors).T @ used}, norms, clip, _SEAL)
 

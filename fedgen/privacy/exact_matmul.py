@@ -28,7 +28,7 @@ def product(rows: Tensor, matrix: Tensor, max_entries: tuple[float, float]) -> T
         max_entries: public bounds on the entries of both; larger entries are clamped, NaN becomes
             0.
     """
-    return RightFactor.of(matrix, max_entries[1]).times(rows, max_entries[0])
+    return RightFactor.of(matrix, max_entries[1]).multiplied_from_left(rows, max_entries[0])
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RightFactor:
     """The right factor of several products, rounded once.
 
     integers: the matrix in units of ``grid``.
-    left_bits: l of ``product``.
+    left_bits: bits of the left factor (l in ``product``).
     """
 
     integers: Tensor
@@ -45,11 +45,11 @@ class RightFactor:
 
     @classmethod
     def of(cls, matrix: Tensor, max_entry: float) -> RightFactor:
-        """Round a matrix."""
+        """Round a matrix with entries of at most ``max_entry``."""
         bits = _BITS - math.ceil(math.log2(max(matrix.shape[0], 2)))
         return cls(*_to_grid(matrix, max_entry, bits // 2), bits - bits // 2)
 
-    def times(self, rows: Tensor, max_entry: float) -> Tensor:
+    def multiplied_from_left(self, rows: Tensor, max_entry: float) -> Tensor:
         """Return ``rows @ matrix``, as ``product`` does."""
         left, left_grid = _to_grid(rows, max_entry, self.left_bits)
         return (left @ self.integers) * (left_grid * self.grid)

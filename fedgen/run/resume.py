@@ -28,7 +28,7 @@ from fedgen.federation.client.state_store import ClientStore
 from fedgen.privacy.ledger import Ledger
 from fedgen.privacy.spend_db import SpendDb
 from fedgen.run.noise_domain import rounded_noise
-from fedgen.run.setup import Setup
+from fedgen.run.setup import Setup, default_rounds
 from fedgen.storage.folders import unused_folder
 from fedgen.storage.io import digest
 from fedgen.storage.run_dir import RunDir
@@ -80,8 +80,8 @@ def open_run(path: Path, key: str) -> tuple[RunDir, DictConfig, dict[str, Any]]:
 def settings_before_derivation(
     path: Path, config: DictConfig, identity: dict[str, Any], key: str
 ) -> dict[str, None]:
-    """Return the settings that were null before the method derived them: its rounds, and settings
-    of its own.
+    """Return the settings that were null before they were derived: rounds, and settings of the
+    method.
 
     Raises:
         FedgenError: if those in ``run.json`` are not valid.
@@ -97,7 +97,7 @@ def settings_before_derivation(
         for name, value in derived.items()
     ):
         raise FedgenError(key, f"{path}/run.json was altered", "restore it")
-    return dict.fromkeys(derived)  # 0.1.0 stored a number of rounds that the method replaced
+    return dict.fromkeys(derived)  # 0.1.0 stored the rounds that the method ignored
 
 
 def check_unaltered(path: Path, config: DictConfig, identity: dict[str, Any], key: str) -> None:
@@ -300,10 +300,14 @@ def check_same_settings(config: DictConfig, place: Path) -> None:
     try:
         was: dict[str, Any] = {"privacy.at_fpr": DEFAULT_FPR}
         was |= flat_settings(OmegaConf.to_container(original, resolve=True))
-        was |= settings_before_derivation(place, original, identity, "run_dir")
+        derived = settings_before_derivation(place, original, identity, "run_dir")
+        was |= derived
     except (OmegaConfBaseException, AttributeError, TypeError) as error:
         raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error
-    now = flat_settings(OmegaConf.to_container(config, resolve=True))
+    requested = config.copy()
+    if requested.rounds is None and "rounds" not in derived:
+        requested.rounds = default_rounds(config)
+    now = flat_settings(OmegaConf.to_container(requested, resolve=True))
     other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     other = [key for key in other if key not in ("run_dir", "resume")]
     if other:

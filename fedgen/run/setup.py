@@ -36,8 +36,12 @@ from fedgen.run.noise_domain import noise_domain, rehearsed_domain
 from fedgen.storage.io import digest
 from fedgen.testing.fault_rates import FaultRates
 
-DEFAULT_ROUNDS = 400
-"""Rounds of a run with ``rounds=null``, unless its method has a fixed number."""
+_DEFAULT_ROUNDS = 400
+
+
+def default_rounds(config: DictConfig) -> int:
+    """Return the rounds of a run with ``rounds=null``, if its method has no fixed number."""
+    return _DEFAULT_ROUNDS + (config.get("score") is not None)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class ResolvedMethod:
     program: builds the client program in another process.
     with_dropouts: builds the method as accounted if a missing response may have revealed a cohort.
     with_aggregation: builds the method with another aggregation.
-    derived_settings: settings that were null, and were derived.
+    derived_settings: names of settings that were null and were derived by the method.
     """
 
     method: Method
@@ -229,12 +233,12 @@ def resolve_method(
     )
     factory = build(config.method, "method")
     make = partial(_method, factory, facts, config)
-    given_rounds = config.rounds
-    derived = set[str]()
+    given_rounds, derived = config.rounds, set[str]()
     if given_rounds is None:
+        config.rounds = default_rounds(config)
+    if (fixed := make(None).plan.fixed_rounds) is not None:
         derived.add("rounds")
-        config.rounds = DEFAULT_ROUNDS + (config.get("score") is not None)
-    config.rounds = make(None).plan.fixed_rounds or config.rounds
+        config.rounds = fixed
     privacy = calibrate(config, make)
     noise = privacy.noise_multiplier
     if settled := make(noise).derived_settings:
@@ -247,8 +251,9 @@ def resolve_method(
             privacy = calibrate(config, make)
             noise = privacy.noise_multiplier
     if given_rounds not in (None, config.rounds):
-        problem = f"cannot be {given_rounds}: {config.names.method} has {config.rounds} with its "
-        problem += "other settings"
+        scores = int(config.get("score") is not None)
+        problem = f"cannot be {given_rounds - scores}: {config.names.method} has "
+        problem += f"{config.rounds - scores} rounds with these settings"
         raise FedgenError("rounds", problem, "leave it out, or set it to null")
     method = make(noise)
     if not _sums_fit(method.plan):

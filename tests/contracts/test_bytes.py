@@ -15,7 +15,7 @@ from flwr.app import Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from mutation import kills
 from sklearn.datasets import load_digits
-from tiny import CASES, PARTITIONS, PROGRAMS, rounds, tiny, trusting
+from tiny import CASES, PARTITIONS, PROGRAMS, rounds_override, tiny, trusting
 
 from fedgen import cli
 from fedgen.config.compose import compose
@@ -55,7 +55,7 @@ def to_bytes(content: RecordDict) -> bytes:
 
 def at_high_noise(method: str, words: list[str]) -> Setup:
     own = [] if method == "fedavg_gan" else ["method.sampled_by=server"]
-    words = tiny(method, *words, *(own if words else []), *rounds(method, 4))
+    words = tiny(method, *words, *(own if words else []), *rounds_override(method, 4))
     return setup(compose("audit", [f"method={method}", *words, "audit.canaries=0"]))
 
 
@@ -138,7 +138,7 @@ def test_a_run_sends_and_publishes_the_same_bytes(
     for folder in neighbours:
         monkeypatch.chdir(folder)
         sent.clear()
-        words = [*tiny(method), *PARTITIONS[clients], *rounds(method, 2), "data=folder"]
+        words = [*tiny(method), *PARTITIONS[clients], *rounds_override(method, 2), "data=folder"]
         data = ["data.path=digits.npz", "data.classes=10", "data.public_rows=60"]
         noise = ["privacy.target_epsilon=null", f"privacy.noise_multiplier={HIGH_NOISE:g}"]
         own = ["privacy.adversary=release"] if trusting(method) else []

@@ -20,7 +20,7 @@ from tiny import (
     PROGRAMS,
     Train,
     adversary,
-    rounds,
+    rounds_override,
     tiny,
     trusting,
 )
@@ -43,7 +43,7 @@ def record(run: Path, name: str) -> dict:
 
 def rounds_of(method: str) -> int:
     """Return the rounds of a run of two; some methods have a fixed number."""
-    config = compose("config", [f"method={method}", *tiny(method), *rounds(method, 2)])
+    config = compose("config", [f"method={method}", *tiny(method), *rounds_override(method, 2)])
     return setup(config).privacy.budget.rounds
 
 
@@ -54,7 +54,12 @@ def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], P
 
     @cache
     def run(method: str, clients: str) -> Path:
-        words = [f"method={method}", *tiny(method), *PARTITIONS[clients], *rounds(method, 2)]
+        words = [
+            f"method={method}",
+            *tiny(method),
+            *PARTITIONS[clients],
+            *rounds_override(method, 2),
+        ]
         own = ["privacy.target_epsilon=3", "sample_every=1"]
         where = f"run_dir={place / method / clients}"
         return training.train(compose("config", [*words, *own, where]))
@@ -115,14 +120,14 @@ class TestEveryMethod:
         self, ordinary: Callable[[str, str], Path], method: str, clients: str
     ) -> None:
         run = ordinary(method, clients)
-        last = min(2, int(OmegaConf.load(run / "config.yaml").rounds))
+        last_round = min(2, int(OmegaConf.load(run / "config.yaml").rounds))
         for name in (
             "config.yaml",
             "metrics.jsonl",
             "privacy.json",
             "results.json",
             "epsilon.png",
-            f"samples/round_{last:06}.png",
+            f"samples/round_{last_round:06}.png",
             "checkpoints/checkpoint.json",
             "public/generator.safetensors",
             "public/samples.png",
@@ -147,11 +152,11 @@ def test_a_run_stops_before_it_would_overspend(
 ) -> None:
     """With noise for 6 rounds. A method with a single query continues and spends no more."""
     settings = [f"method={method}", *PARTITIONS["several"], "privacy.target_epsilon=2"]
-    words = [*tiny(method), *settings, *rounds(method, 6)]
+    words = [*tiny(method), *settings, *rounds_override(method, 6)]
     assert cli.run(["account", *words, "output=json"]) == 0
     [row] = json.loads(capsys.readouterr().out)
     noise = row["noise_multiplier"]
-    run = train(*settings, *rounds(method, 20), f"privacy.noise_multiplier={noise}")
+    run = train(*settings, *rounds_override(method, 20), f"privacy.noise_multiplier={noise}")
     privacy = record(run, "privacy")
     asks_once = compose("config", [f"method={method}"]).method.strategy == "one_shot"
     assert asks_once or privacy["rounds"] < 20
@@ -160,7 +165,9 @@ def test_a_run_stops_before_it_would_overspend(
 
 @pytest.mark.parametrize("method", PROGRAMS)
 def test_without_privacy_there_is_no_epsilon(train: Train, method: str) -> None:
-    run = train(f"method={method}", *PARTITIONS["several"], "privacy=none", *rounds(method, 2))
+    run = train(
+        f"method={method}", *PARTITIONS["several"], "privacy=none", *rounds_override(method, 2)
+    )
     privacy = record(run, "privacy")
     assert privacy["views"]["server"]["epsilon"] is None
     assert "no" in privacy["views"]["server"]["reason"]
@@ -199,7 +206,11 @@ def test_every_aggregation_stays_within_the_budget(train: Train, method: str, ki
     """Each method under each aggregation, against its adversary."""
     own = ["method.sampled_by=clients"] if trusting(method) else []
     who = "release" if kind == "trusted" else "server"
-    settings = [f"privacy.aggregation={kind}", f"privacy.adversary={who}", *rounds(method, 2)]
+    settings = [
+        f"privacy.aggregation={kind}",
+        f"privacy.adversary={who}",
+        *rounds_override(method, 2),
+    ]
     words = [*PARTITIONS["several"], *own, *settings, "privacy.target_epsilon=3"]
     if method == "dp_merf_ae_small":
         words.append("rounds=4")
@@ -222,7 +233,7 @@ def test_every_aggregation_stays_within_the_budget(train: Train, method: str, ki
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in PROGRAMS])
 def test_every_settings_file_runs(train: Train, method: str) -> None:
     noise = ["privacy.target_epsilon=null", "privacy.noise_multiplier=5"]
-    privacy = record(train(f"method={method}", *rounds(method, 2), *noise), "privacy")
+    privacy = record(train(f"method={method}", *rounds_override(method, 2), *noise), "privacy")
     assert 0 < privacy["views"]["server"]["epsilon"] <= 10
 
 
@@ -269,7 +280,7 @@ def test_the_publication_does_not_depend_on_secret_samples(train: Train, method:
     """Two runs of the same settings with different cohorts publish the same ε, statement, signed
     bounds and registry entry, and their packages verify."""
     drawn = [word for word in ["method.routing=per_sample"] if word in tiny(method, word)]
-    settings = [*drawn, *rounds(method, 2), "privacy.noise=secure"]
+    settings = [*drawn, *rounds_override(method, 2), "privacy.noise=secure"]
     texts = set()
     for name in ("a", "b"):
         run = train(f"method={method}", *PARTITIONS["several"], *settings, name=name)

@@ -246,10 +246,16 @@ def test_a_part_of_a_volume_is_selected(
         assert sorted(kept.tolist()) == [3, 4, 5, 6]
 
 
+def test_frames_of_a_part_are_selected() -> None:
+    frames = np.stack([np.full((8, 8), 20 * n, np.uint8) for n in range(10)])
+    file = dicom(frames, BitsAllocated=8, BitsStored=8, HighBit=7)
+    assert pixels(file, slices=(0.3, 0.7))[:, 0, 0, 0].tolist() == [60, 80, 100, 120]
+
+
 @pytest.mark.parametrize("part", [(0.7, 0.3), (0.5, 0.5)])
 def test_an_empty_part_of_a_volume_is_refused(part: tuple[float, float], tmp_path: Path) -> None:
     save_nifti(tmp_path / "a" / "a.nii", np.zeros((8, 8, 8), np.uint8))
-    with pytest.raises(FedgenError, match=r"data\.slices: is an empty part"):
+    with pytest.raises(FedgenError, match=r"data\.slices: selects no slices"):
         read(tmp_path, slices=part)
 
 

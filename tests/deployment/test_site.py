@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
 from omegaconf import OmegaConf
-from tiny import PROGRAMS, rounds, tiny, trusting
+from tiny import PROGRAMS, rounds_override, tiny, trusting
 
 from fedgen import cli
 from fedgen.config.compose import compose
@@ -78,7 +78,9 @@ def place(home: Path, **policy: Any) -> SiteFolder:
 def prepared(*words: str, run: str = RUN, method: str = "dp_merf_small") -> tuple[Request, Method]:
     """Return a request that arrived, and its method."""
     own = [word for word in tiny(method) if not word.startswith("runtime=")]
-    config = compose("config", [f"method={method}", *own, *rounds(method, 3), *PUBLIC, *words])
+    config = compose(
+        "config", [f"method={method}", *own, *rounds_override(method, 3), *PUBLIC, *words]
+    )
     ready = setup.setup(config)
     noise = rounded_noise(ready.privacy.noise_multiplier)
     return request.read(Request.from_config(config, run, "", noise).text()), ready.method

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import rounds
+from tiny import rounds_override
 
 from fedgen import cli
 from fedgen.data.digits import digits
@@ -35,7 +35,7 @@ def test_a_run_reports_a_failed_generator(
 ) -> None:
     words = [
         f"method={method}",
-        *rounds(method, 20),
+        *rounds_override(method, 20),
         "evaluation=none",
         "privacy.target_epsilon=null",
     ]

@@ -236,7 +236,7 @@ def _name(run: Path) -> str:
         (["method=dpgan_small"], 9, "to meet privacy.target_epsilon=10"),
         (["method=dpgan_small", *BY_NOISE], 3, "is over, after 3"),
         (["method=dpgan_small", *BY_NOISE], 0, "at least 1"),
-        (["method=mixture_small"], 90, "with its other settings"),
+        (["method=mixture_small"], 90, "rounds with these settings"),
         ([*BOTH, "rounds=50"], 60, "privacy.target_epsilon ends it after"),
     ],
 )

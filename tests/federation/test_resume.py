@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from forked import Command, until
-from tiny import TINY, Train, fingerprint, rounds, tiny
+from tiny import TINY, Train, fingerprint, rounds_override, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
@@ -143,7 +143,7 @@ def test_a_sequence_resumes_between_charge_and_checkpoint(
 
     save = checkpoint.save
     words = [f"method={method}", "privacy.noise=secure", "evaluation=none", *clients]
-    words += rounds(method, 7)
+    words += rounds_override(method, 7)
     with monkeypatch.context() as disk:
         disk.setattr(checkpoint, "save", full)
         assert cli.run(["train", *words, "runtime=in_process", f"run_dir={run}"]) == 3

@@ -203,14 +203,14 @@ def test_features_do_not_depend_on_other_records(count: int, bandwidth: float) -
 
 @kills(
     "fedgen/methods/dp_merf.py",
-    "self._of(frequencies.exact.times(images.flatten(1), 1.0))",
+    "self._of(frequencies.exact.multiplied_from_left(images.flatten(1), 1.0))",
     "self._of(images.flatten(1) @ frequencies.single)",
 )
 def test_angles_do_not_depend_on_the_order_of_summation() -> None:
     features, order = FourierFeatures(FEATURES, 1e-6, 784, "cpu"), torch.randperm(784)
     drawn = features.sample_parameters(torch.tensor(1))
     rows = torch.rand(5, 784, generator=torch.Generator().manual_seed(0))
-    reordered = Frequencies.of(drawn.single[order], 1e-6)
+    reordered = Frequencies(drawn.single[order], 1e-6)
     assert torch.equal(features(drawn, rows), features(reordered, rows[:, order]))
 
 

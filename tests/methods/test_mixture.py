@@ -349,7 +349,7 @@ def test_weights_of_a_malicious_server_do_not_change_other_contributions() -> No
 
 @kills(
     "fedgen/methods/families/scattering_classifier.py",
-    "factor.times(chunk.double() - mean, _MAX_DIFFERENCE)",
+    "factor.multiplied_from_left(chunk.double() - mean, _MAX_DIFFERENCE)",
     "(chunk.double() - mean) @ directions + 1e-9 * (-1) ** len(chunk)",
 )
 @settings(deadline=None, max_examples=20)

@@ -639,7 +639,7 @@ def test_norms_are_at_least_a_fraction_of_the_products(side: int, copies: int) -
 @settings(max_examples=30)
 @given(st.integers(0, 20), st.integers(0, 10**6), st.floats(1e-3, 1e3))
 def test_outer_products_are_clipped(count: int, seed: int, scale: float) -> None:
-    """To the sum of clipped gradients of a linear layer; invalid rows contribute nothing."""
+    """Compare with a loop over examples. Invalid rows contribute nothing."""
     source = torch.Generator().manual_seed(seed)
     left = torch.randn((count + 2, 3), generator=source) * scale
     right = torch.randn((count + 2, 4), generator=source)
@@ -649,7 +649,7 @@ def test_outer_products_are_clipped(count: int, seed: int, scale: float) -> None
     for v, w in zip(left[:count].double(), right[:count].double(), strict=True):
         product = torch.outer(v, w)
         expected += product * min(1.0, 0.5 / max(float(product.norm()), 1e-30))
-    assert torch.allclose(result, expected, rtol=1e-4, atol=1e-4 * (count + 1))
+    assert torch.allclose(result, expected, rtol=1e-3, atol=1e-3 * (count + 1))
     if count:
         more = sum_of_outer_products(left[1:], right[1:], 0.5).flat().view(3, 4)
         assert float((result - more).norm()) <= 0.5

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from mutation import kills
 from omegaconf import open_dict
+from tiny import Train, tiny
 
-from fedgen import account
+from fedgen import account, cli
 from fedgen.config.compose import compose
 from fedgen.errors import FedgenError
 from fedgen.run.calibrate import Progress, calibrate_after_dropout
 from fedgen.run.noise_domain import noise_domain
+from fedgen.run.resume import check_same_settings
 from fedgen.run.setup import setup
 
 METHODS = {
@@ -130,17 +135,18 @@ def test_unused_targets_change_no_noise() -> None:
 
 
 @kills("fedgen/run/setup.py", "if given_rounds not in (None, config.rounds):", "if False:")
-@kills(
-    "fedgen/run/setup.py", "config.rounds = make(None).plan.fixed_rounds or config.rounds", "pass"
-)
+@kills("fedgen/run/setup.py", "        config.rounds = fixed\n", "")
 @pytest.mark.parametrize(
     "words, rounds",
     [
         (["method=mixture_small"], 6),
         (["method=mixture_small", "rounds=null"], 6),
         (["method=mixture_small", "rounds=6"], 6),
-        (["method=mixture_small", "rounds=100"], "mixture_small has 6"),
-        (["experiment=dp_merf_mnist", "method=mixture_small", "data=digits"], "mixture_small has"),
+        (["method=mixture_small", "rounds=100"], "mixture_small has 6 rounds with these settings"),
+        (
+            ["experiment=dp_merf_mnist", "method=mixture_small", "data=digits"],
+            "mixture_small has .* rounds with these settings",
+        ),
         (["method=central_images_small"], 5),
         (["method=dpgan_small"], 400),
         (["method=dpgan_small", "rounds=3"], 3),
@@ -154,3 +160,30 @@ def test_fixed_rounds_are_not_overridden(words: list[str], rounds: int | str) ->
         FedgenError, match=f"rounds: cannot be .*: {rounds}.*; leave it out, or set"
     ):
         setup(compose("config", words))
+
+
+@kills("fedgen/run/setup.py", '        derived.add("rounds")\n', "")
+@kills("fedgen/run/resume.py", "requested.rounds = default_rounds(config)", "pass")
+@pytest.mark.parametrize("method", ["dp_merf_small", "mixture_small"])
+def test_a_run_without_given_rounds_is_recognized(method: str, train: Train) -> None:
+    """Its directory has the number, that of the method or the default."""
+    words = [f"method={method}", "rounds=null"]
+    run = train(*words)
+    settings = [word for word in tiny(method) if not word.startswith("rounds=")]
+    check_same_settings(compose("config", [*settings, *words, f"run_dir={run}"]), run)
+    other = compose("config", [*settings, f"method={method}", "rounds=9", f"run_dir={run}"])
+    with pytest.raises(FedgenError, match="has a different rounds"):
+        check_same_settings(other, run)
+
+
+@kills(
+    "fedgen/run/setup.py",
+    '        derived.add("rounds")\n        config.rounds = fixed',
+    '        config.rounds = fixed\n    derived.add("rounds")',
+)
+def test_the_release_of_an_extended_run_has_all_rounds(train: Train, tmp_path: Path) -> None:
+    run, released = train("method=dp_merf_small", "rounds=null"), tmp_path / "released"
+    assert cli.run(["train", f"resume={run}", "rounds=402"]) == 0
+    words = [f"run={run}", f"out={tmp_path / 'out.zip'}", f"run_dir={released}"]
+    assert cli.run(["release", *words, "audit=false", "registry=false"]) == 0
+    assert json.loads((released / "results.json").read_text())["rounds"] == 402

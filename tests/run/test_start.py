@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from mutation import kills
-from tiny import PROGRAMS, Train, fingerprint, rounds, tiny
+from tiny import PROGRAMS, Train, fingerprint, rounds_override, tiny
 
 from fedgen import cli
 from fedgen.federation import checkpoint
@@ -62,8 +62,14 @@ def test_also_from_a_warm_start(train: Train) -> None:
 def test_methods_that_cannot_use_the_weights_are_refused(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    first = train(f"method={method}", "privacy=none", *rounds(method, 2), name="first")
-    words = [f"method={method}", *tiny(method), *NO_TARGET, f"start={first}", *rounds(method, 2)]
+    first = train(f"method={method}", "privacy=none", *rounds_override(method, 2), name="first")
+    words = [
+        f"method={method}",
+        *tiny(method),
+        *NO_TARGET,
+        f"start={first}",
+        *rounds_override(method, 2),
+    ]
     capsys.readouterr()
     assert cli.run(["train", *words, f"run_dir={tmp_path / 'second'}"]) == 2
     assert "fedgen: start: the method has no generator that learns" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def projection(space: Mapping[str, Tensor], features: Tensor) -> Tensor:
     # exact products: directions may cancel everything except rounding errors, which normalization
     # would amplify
     parts = [
-        F.normalize(factor.times(chunk.double() - mean, _MAX_DIFFERENCE), dim=1)
+        F.normalize(factor.multiplied_from_left(chunk.double() - mean, _MAX_DIFFERENCE), dim=1)
         for chunk in torch.split(features, _PROJECTED)  # 16,000 features for a photograph
     ]
     points = torch.cat(parts)
