@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from fedgen import cli
 from fedgen.models.cdcgan import Discriminator
+from fedgen.models.dct import ExactDct
+from fedgen.models.scattering import Scattering
 from fedgen.privacy.clipping import Precision, clipped_sum
 from fedgen.privacy.gaussian_noise import rounded_gaussian
 from fedgen.randomness import RandomStreams
@@ -117,3 +119,11 @@ def test_a_run_resumes_to_the_same_bit(train: Train, tmp_path: Path) -> None:
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert cli.run(["train", f"resume={run}"]) == 0
     assert fingerprint(run) == whole
+
+
+def test_exact_features_are_equal_on_both_devices() -> None:
+    images = torch.rand(40, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    features, coefficients = Scattering((3, 28, 28), "cuda"), ExactDct.of((28, 28), 24)
+    assert torch.equal(features(images).cpu(), Scattering((3, 28, 28), "cpu")(images))
+    assert torch.equal(features(images[:7]), features(images)[:7])
+    assert torch.equal(coefficients(images.cuda()).cpu(), coefficients(images))
