@@ -52,7 +52,8 @@ def main() -> None:
     ):
         settings = {"evaluation.samples": len(images), "evaluation.real2gen": []}
         results = fedgen.evaluate(some_images, some_labels, settings, data="mnist")
-        print(f"{name}: {results['gen2real']['cnn']['mean']:.1%}", flush=True)
+        mean = results["gen2real"]["cnn"]["mean"]
+        print(f"{name}: {'not evaluated' if mean is None else f'{mean:.1%}'}", flush=True)
 
 
 if __name__ == "__main__":

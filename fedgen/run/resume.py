@@ -116,8 +116,10 @@ def resumed_config(config: DictConfig, requested: DictConfig) -> DictConfig:
 
     Raises:
         FedgenError: if no runtime is given and its own is a remote cluster: a run directory must
-            not decide which machines access records.
+            not decide which machines access records; for other rounds in a run of fedgen tune.
     """
+    if config.get("score") is not None and requested.rounds not in (None, config.rounds):
+        raise FedgenError("rounds", "are fixed in a run of fedgen tune", "leave it out")
     resumed = config.copy()
     resumed.logger, resumed.names.logger = requested.logger, requested.names.logger
     resumed.rounds = max(requested.rounds or 0, config.rounds)
@@ -237,8 +239,6 @@ def check_longer(run_dir: RunDir, ready: Setup, identity: dict[str, Any], rounds
     shorter run is a function of that of the longer one, so the ε of all rounds covers a choice made
     in between.) Queries after the last checkpoint must be repeated unchanged: the last one may have
     been shorter."""
-    if ready.config.get("score") is not None:
-        raise FedgenError("rounds", "are fixed in a run of fedgen tune", "start a new run")
     if rounded_noise(ready.privacy.noise_multiplier) != identity.get("noise_multiplier"):
         target = target_of(privacy := ready.config.privacy)
         target = "the target" if target is None else f"privacy.{target}={privacy[target]:g}"

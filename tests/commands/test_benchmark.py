@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from tiny import tiny
+from tiny import rounds_override, tiny
 
 import configs
 from fedgen import cli
@@ -176,7 +176,8 @@ def test_progress_of_runs_is_shown_with_their_epsilon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fedgen.reporting.progress._QUIET_SECONDS", 0.0)
-    longer = MATRIX["settings"] + ["rounds=60", "evaluate_every=0"]
+    longer = [word for word in MATRIX["settings"] if not word.startswith("rounds=")]
+    longer += [*rounds_override(method, 60), "evaluate_every=0"]
     methods = {"its": {"settings": [f"method={method}"]}}
     matrix.write_text(yaml.safe_dump(MATRIX | {"settings": longer, "methods": methods}))
     words = [f"matrix={matrix}", "seeds=[0]", f"run_dir={tmp_path}/b"]

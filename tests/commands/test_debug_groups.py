@@ -111,7 +111,6 @@ def test_a_repeated_command_resumes(
     assert cli.run(["debug", *words]) == 0
     assert results(bugged) == before
     for other in (
-        "rounds=21",
         "privacy.target_epsilon=9",
         "method.clusters=1",
         "debug.suspect=0.3",
@@ -127,13 +126,13 @@ def test_a_repeated_command_resumes(
 def test_an_interrupted_experiment_prints_how_to_resume(sign: str, tmp_path: Path) -> None:
     """Between two generators, or in the only round of one; no other generator is started."""
     place = tmp_path / "run"
-    process = Command(["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"])
+    process = Command(["debug", *SMALL, "jobs=1", f"run_dir={place}"])
     until(process, place / "suspect-0" / sign)
     begun = len(list(place.glob("*-*/config.yaml")))
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 130
     result = process.errors.partition("continue with: fedgen ")[2]
-    assert shlex.split(result) == ["debug", *SMALL, "rounds=1", "jobs=1", f"run_dir={place}"]
+    assert shlex.split(result) == ["debug", *SMALL, "jobs=1", f"run_dir={place}"]
     assert len(list(place.glob("*-*/config.yaml"))) <= begun + 1
 
 

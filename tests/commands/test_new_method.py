@@ -147,7 +147,7 @@ def test_an_error_in_an_extension_is_printed(own: Path) -> None:
     text = file.read_text()
     [line] = [each for each in text.splitlines() if "return sum_of_rows(" in each]
     file.write_text(text.replace(line, f"{line.partition('return')[0]}raise KeyError('nowhere')"))
-    done = fedgen(own, "train", "method=blur", "rounds=2", "evaluation=none", "run_dir=run")
+    done = fedgen(own, "train", "method=blur", "evaluation=none", "run_dir=run")
     assert done.returncode == 2
     number = text.splitlines().index(line) + 1
     place = f"blur.py, line {number}, in contribution"
@@ -164,7 +164,7 @@ def test_an_error_in_an_extension_is_printed(own: Path) -> None:
 )
 def test_an_import_error_of_an_extension_is_one_line(line: str, message: str, own: Path) -> None:
     (own / "blur" / "blur.py").write_text(f"{line}\n")
-    done = fedgen(own, "train", "method=blur", "rounds=2", "run_dir=run")
+    done = fedgen(own, "train", "method=blur", "run_dir=run")
     assert done.returncode == 2
     assert done.stderr.startswith("fedgen: method.type: blur.blur.blur cannot be imported: ")
     assert message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from forked import Command
-from tiny import CASES, PARTITIONS, fingerprint, tiny
+from tiny import CASES, PARTITIONS, fingerprint, rounds_override, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
@@ -65,7 +65,12 @@ def test_runs_killed_at_any_moment_resume(fuzz: int, tmp_path: Path) -> None:
         method, clients = CASES[(7 * number) % len(CASES)]
         noise, run = MODES[number % len(MODES)], tmp_path / str(number)
         words = [f"method={method}", *tiny(method), *PARTITIONS[clients], f"privacy.noise={noise}"]
-        words += ["rounds=8", "log_every=1", "runtime.checkpoint_every=2", f"run_dir={run}"]
+        words += [
+            *rounds_override(method, 8),
+            "log_every=1",
+            "runtime.checkpoint_every=2",
+            f"run_dir={run}",
+        ]
         kills, command = 0, ["train", *words]
         for _ in range(KILLS):
             kills += killed(command, run, rng)
