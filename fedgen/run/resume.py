@@ -301,12 +301,12 @@ def check_same_settings(config: DictConfig, place: Path) -> None:
         was: dict[str, Any] = {"privacy.at_fpr": DEFAULT_FPR}
         was |= flat_settings(OmegaConf.to_container(original, resolve=True))
         derived = settings_before_derivation(place, original, identity, "run_dir")
-        was |= derived
+        was |= derived | {"rounds": original.rounds}
     except (OmegaConfBaseException, AttributeError, TypeError) as error:
         raise FedgenError("run_dir", f"{place}/config.yaml was altered", "restore it") from error
     requested = config.copy()
-    if requested.rounds is None and "rounds" not in derived:
-        requested.rounds = default_rounds(config)
+    if requested.rounds is None:
+        requested.rounds = original.rounds if "rounds" in derived else default_rounds(config)
     now = flat_settings(OmegaConf.to_container(requested, resolve=True))
     other = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
     other = [key for key in other if key not in ("run_dir", "resume")]

@@ -233,12 +233,11 @@ def resolve_method(
     )
     factory = build(config.method, "method")
     make = partial(_method, factory, facts, config)
-    given_rounds, derived = config.rounds, set[str]()
-    if given_rounds is None:
-        config.rounds = default_rounds(config)
-    if (fixed := make(None).plan.fixed_rounds) is not None:
-        derived.add("rounds")
-        config.rounds = fixed
+    given_rounds = config.rounds
+    config.rounds = given_rounds or default_rounds(config)
+    fixed = make(None).plan.fixed_rounds
+    derived = {"rounds"} if given_rounds is None and fixed is not None else set[str]()
+    config.rounds = fixed or config.rounds
     privacy = calibrate(config, make)
     noise = privacy.noise_multiplier
     if settled := make(noise).derived_settings:
