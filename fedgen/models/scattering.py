@@ -134,8 +134,8 @@ class Wavelets:
         return cls(kernels, 2.0 ** (_OUTPUT_BITS - bits) / float(limit))
 
     def modulus(self, maps: Tensor, stride: int) -> Tensor:
-        """Return the absolute value of each map (n, k, h, w) convolved with each filter: integers
-        (n, k * orientations, h / stride, w / stride)."""
+        """Return the absolute value of each map (n, k, h, w) convolved with each filter, rounded to
+        integers: (n, k * orientations, h / stride, w / stride)."""
         n, padding = len(maps), self.integers.shape[-1] // 2
         convolved = F.conv2d(maps.flatten(0, 1)[:, None], self.integers, None, stride, padding)
         squares = convolved.mul_(self.unit).square_()
@@ -161,8 +161,9 @@ def _morlets(size: int, sigma: float, frequency: float) -> Tensor:
         angle = math.pi * turn / _ORIENTATIONS
         along = right * math.cos(angle) + down * math.sin(angle)
         across = down * math.cos(angle) - right * math.sin(angle)
-        hill = torch.exp(-(along.square() + (across / 2).square()) / (2 * sigma**2))
-        wave = hill * torch.exp(1j * frequency * along)
-        wavelets.append((wave - hill * (wave.sum() / hill.sum())) / (4 * math.pi * sigma**2))
-    all_ = torch.stack(wavelets)
-    return torch.cat([all_.real, all_.imag])[:, None]
+        envelope = torch.exp(-(along.square() + (across / 2).square()) / (2 * sigma**2))
+        wave = envelope * torch.exp(1j * frequency * along)
+        offset = envelope * (wave.sum() / envelope.sum())
+        wavelets.append((wave - offset) / (4 * math.pi * sigma**2))
+    filters = torch.stack(wavelets)
+    return torch.cat([filters.real, filters.imag])[:, None]
