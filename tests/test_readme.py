@@ -141,8 +141,12 @@ def test_the_site_shows_a_method_without_another_edit(tmp_path: Path) -> None:
 def test_the_transcript_of_the_demo_has_the_recorded_figure() -> None:
     """``scripts/results_page.py add "The demo" RUN "fedgen train experiment=demo"`` records it."""
     [line] = (ROOT / "docs" / "results" / "the-demo.jsonl").read_text().splitlines()
-    percent = f"{100 * json.loads(line)['results']['gen2real']['cnn']['mean']:.1f}"
-    assert f"gen2real cnn: {percent}%" in (ROOT / "docs" / "first-run.md").read_text()
+    results = json.loads(line)["results"]
+    real, samples = results["gen2real"]["cnn"], results["real2gen"]["cnn"]
+    low, high = (f"{100 * end:.1f}%" for end in real["interval"])
+    page = (ROOT / "docs" / "first-run.md").read_text()
+    assert f"gen2real cnn: {100 * real['mean']:.1f}% (95 %: {low} to {high}, of" in page
+    assert f"real2gen: {100 * samples['mean']:.1f}%" in page
 
 
 def test_every_experiment_is_complete() -> None:
