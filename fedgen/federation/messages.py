@@ -240,11 +240,15 @@ def _pack_by_client(texts: Mapping[int, bytes]) -> ConfigRecord:
 def read_texts(message: Message, length: int) -> dict[int, bytes]:
     """Return bytes by client. Raises ValueError unless there are ``length`` bytes per client, and
     each client occurs once."""
+    return _read_by_client(message, _TEXTS, length)
+
+
+def _read_by_client(message: Message, record: str, length: int) -> dict[int, bytes]:
     try:
-        data = message.content.config_records[_TEXTS]["all"]
+        data = message.content.config_records[record]["all"]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("no texts") from error
-    if not isinstance(data, bytes) or len(data) % (8 + length) != 8:
+    if not isinstance(data, bytes) or len(data) < 8 or (len(data) - 8) % (8 + length):
         raise ValueError("texts of another length")
     texts_: dict[int, bytes] = {}
     for start in range(8, len(data), 8 + length):
@@ -398,9 +402,7 @@ def sum_responses(replies: list[tuple[int, Message]]) -> list[Message]:
             del reply.content[_ARRAYS]
         assert total is not None
         [(_, first_reply), *_] = shares
-        clients = b"".join(_number(client) for client, _ in shares)
-        facts = first_reply.content.config_records[_FACTS]
-        first_reply.content[_FACTS] = ConfigRecord({**facts, _OF: clients})
+        first_reply.content[_OF] = _pack_by_client({client: b"" for client, _ in shares})
         first_reply.content[_ARRAYS] = pack_arrays({"answer": total.view(words.dtype)})
     return [reply for _, reply in unique.values()]
 
@@ -435,10 +437,8 @@ def read_response(message: Message, aggregation: Aggregation) -> Response:
         if aggregation.adds_up and _ARRAYS not in message.content.array_records:
             return Response({}, event, unit)
         values = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
-        summed = (
-            message.content.config_records[_FACTS].get(_OF, b"") if aggregation.adds_up else b""
-        )
-        clients = tuple(_numbers(summed)) if isinstance(summed, bytes) else ()
+        is_sum = aggregation.adds_up and _OF in message.content
+        clients = tuple(_read_by_client(message, _OF, 0)) if is_sum else ()
     except Exception as error:  # a client may send anything
         raise ValueError("no release") from error
     if values.dtype not in aggregation.accepted_dtypes:
@@ -447,5 +447,6 @@ def read_response(message: Message, aggregation: Aggregation) -> Response:
 
 
 def count_bytes(message: Message) -> int:
-    """Return the size of a message's content as Flower counts it."""
-    return sum(record.count_bytes() for record in message.content.values())
+    """Return the size of a message's content as Flower counts it, without the list of summed
+    clients, which only a process of a simulation adds."""
+    return sum(record.count_bytes() for name, record in message.content.items() if name != _OF)

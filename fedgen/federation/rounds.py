@@ -38,6 +38,7 @@ _START_SECONDS = 60.0  # until all nodes are connected
 _DEFAULT_REPLY_SECONDS = 600.0  # of a remote node outside rounds, without runtime.timeout
 _SILENT_SECONDS = 5.0  # before a message about missing nodes
 _POLL_SECONDS = 0.003
+_CHANGES_STATE = (messages.PREPARE, messages.TRAIN, messages.ASK)
 
 
 class Strategy(Protocol):
@@ -152,6 +153,7 @@ class Rounds:
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds of a full rotation
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
+        self._changed: set[int] = set()  # clients with a state that they have not kept
         self._signing = False  # whether the current exchange requests signed accounts
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # messages of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
@@ -220,11 +222,13 @@ class Rounds:
         self._exchange(sent, "to the restore message", _acknowledged, required=1.0)
 
     def keep(self) -> None:
-        """Have each client keep its state under the next tag."""
+        """Have each client with a new state keep it under the next tag."""
         self.state.tag += 1
-        sent = self._broadcast(messages.KEEP, messages.pack_round(self.state.tag))
+        content = messages.pack_round(self.state.tag)
+        sent = [self._message(content, messages.KEEP, client) for client in sorted(self._changed)]
         acknowledged = self._exchange(sent, "to the keep message", _acknowledged)
         self.state.kept_tags |= dict.fromkeys(acknowledged, self.state.tag)
+        self._changed -= acknowledged.keys()
 
     def forget(self) -> None:
         """Have each client delete its state: critics have seen private records and are no longer
@@ -559,6 +563,8 @@ class Rounds:
         self.grid.push_messages(sent)
         for message in sent:
             client = self._clients[message.metadata.dst_node_id]
+            if message.metadata.message_type in _CHANGES_STATE:
+                self._changed.add(client)
             if not message.metadata.message_id:  # the node is no longer registered
                 failures.append(self._fail("unavailable", client))
                 continue
@@ -571,7 +577,7 @@ class Rounds:
         finished: dict[str, Failure] = {}
         results: dict[int, T] = {}
         while waiting:
-            replies = list(self.grid.pull_messages(list(waiting)))
+            replies = list(self.grid.pull_messages(waiting))
             if not replies:
                 time.sleep(_POLL_SECONDS)
             for reply in replies:

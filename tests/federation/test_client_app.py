@@ -34,7 +34,7 @@ from fedgen.privacy.aggregation import LOCAL, Sent
 from fedgen.privacy.batch_sampling import Participation
 from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
-from fedgen.randomness import RandomStreams
+from fedgen.randomness import Mode, RandomStreams
 
 Ask = Callable[[int], Message]
 CONTEXT = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
@@ -42,13 +42,21 @@ CONTEXT = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
 
 @pytest.fixture
 def client_context(tmp_path: Path) -> ClientContext:
-    ledger = Ledger(tmp_path / "0" / "ledger.jsonl", "run", 0, seeded=False)
-    store = ClientStore(tmp_path, in_memory=True)
-    return ClientContext(0, make(noise=1.0).client, SHARD, STREAMS, store, ledger, RunTerms(18))
+    return make_context(tmp_path, "seeded")
+
+
+def make_context(folder: Path, noise: Mode) -> ClientContext:
+    ledger = Ledger(folder / "0" / "ledger.jsonl", "run", 0, seeded=noise == "seeded")
+    store, streams = ClientStore(folder, in_memory=True), RandomStreams.from_seed(0, noise)
+    return ClientContext(0, make(noise=1.0).client, SHARD, streams, store, ledger, RunTerms(18))
 
 
 @pytest.fixture
 def ask(client_context: ClientContext) -> Ask:
+    return ask_of(client_context)
+
+
+def ask_of(client_context: ClientContext) -> Ask:
     method = make(noise=1.0)
     server = method.server.init(STREAMS)
     grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
@@ -63,9 +71,18 @@ def ask(client_context: ClientContext) -> Ask:
     return once
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    'keeps_response = ctx.streams.mode == "secure"',
+    'keeps_response = ctx.streams.mode != "secure"',
+)
+@pytest.mark.parametrize("noise", ["seeded", "secure"])
 def test_a_repeated_query_gets_the_same_response_without_a_charge(
-    client_context: ClientContext, ask: Ask
+    noise: Mode, tmp_path: Path
 ) -> None:
+    """A seeded response is computed again, a secret one is kept: its noise would be new."""
+    client_context = make_context(tmp_path, noise)
+    ask = ask_of(client_context)
     first, again, next_ = (messages.read_response(ask(r), LOCAL) for r in (0, 0, 1))
     assert (first.arrays["answer"] == again.arrays["answer"]).all()
     assert (first.arrays["answer"] != next_.arrays["answer"]).any()
@@ -113,10 +130,12 @@ def test_no_kind_of_release_is_charged_more_often_than_planned(
         "    if not charged:  # before the response is sent\n"
         "        ctx.ledger.charge(server_round, query_digest, query.count, "
         "response.event)\n"
-        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, response)\n"
+        "    kept = response if keeps_response else None\n"
+        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, kept)\n"
     ),
     (
-        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, response)\n"
+        "    kept = response if keeps_response else None\n"
+        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, kept)\n"
         "    ctx.ledger.charge(server_round, query_digest, query.count, "
         "response.event)\n"
     ),
@@ -139,10 +158,10 @@ def test_a_charge_precedes_the_response(
     "return response if stored_query == query else None",
     "return response",
 )
-def test_a_charged_response_is_sent_again_after_a_death(
-    client_context: ClientContext, ask: Ask
-) -> None:
+def test_a_charged_response_is_sent_again_after_a_death(tmp_path: Path) -> None:
     """The same bits, once, to the same query alone; another query is another release."""
+    client_context = make_context(tmp_path, "secure")
+    ask = ask_of(client_context)
     limits = canonical(make(noise=1.0).plan.server_event(12))
     client_context.terms = replace(client_context.terms, stores_response=True, limits=limits)
     first = messages.read_response(ask(0), LOCAL)

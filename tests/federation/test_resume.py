@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 from forked import Command, until
+from mutation import kills
 from tiny import TINY, Train, fingerprint, rounds_override, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
 from fedgen.errors import Interrupted
 from fedgen.federation import checkpoint
+from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.rounds import RunState
 from fedgen.run import train as training
 
@@ -221,6 +223,25 @@ def test_a_run_moves_from_runtime_to_runtime(tmp_path: Path) -> None:
     assert kill_at(run, [f"resume={run}", "runtime=flower"], 0.05, 16)
     assert cli.run(["train", f"resume={run}", "runtime=ray", "runtime.actors=1"]) == 0
     assert fingerprint(run) == whole(*settings)
+
+
+@kills(
+    "fedgen/federation/rounds.py",
+    "self._changed -= acknowledged.keys()",
+    "pass",
+)
+def test_clients_keep_new_states_only(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DP-MERF queries its clients once; checkpoints of later rounds send them nothing."""
+    kept, keep = [], ClientStore.keep
+
+    def recorded(own: ClientStore, client: int, tag: int) -> None:
+        kept.append(client)
+        keep(own, client, tag)
+
+    monkeypatch.setattr(ClientStore, "keep", recorded)
+    clients = ["partition=iid", "partition.clients=3"]
+    train("method=dp_merf_small", *clients, "rounds=4", "runtime.checkpoint_every=1")
+    assert sorted(kept) == [0, 1, 2]
 
 
 def test_resuming_a_finished_run_ends_the_same(train: Train) -> None:

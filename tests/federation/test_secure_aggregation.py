@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 from mutation import kills
@@ -223,13 +224,42 @@ def test_actors_add_up_words() -> None:
     odd = Response({"answer": np.zeros((1, 5), np.int32)}, GaussianDpEvent(2.0), Unit.CLIENT)
     replies.append((4, Message(messages.pack_response(odd), reply_to=question("4"))))
     replies.append(replies[1])  # once more: it counts once
-    result = [
-        messages.read_response(each, Secure(5, 5, 0)) for each in messages.sum_responses(replies)
-    ]
+    size = messages.count_bytes(replies[0][1])
+    summed = messages.sum_responses(replies)
+    assert messages.count_bytes(summed[0]) == size, "a client would send no list of others"
+    result = [messages.read_response(each, Secure(5, 5, 0)) for each in summed]
     assert [bool(each.arrays) for each in result] == [True, False, False, False, True]
     assert result[0].clients == (0, 1, 2, 3) and result[4].clients == (4,)
     assert np.array_equal(result[0].arrays["answer"].view(np.uint32), total)
     assert all(each.event == GaussianDpEvent(2.0) for each in result)
+
+
+@kills(
+    "fedgen/federation/runtimes/in_process.py",
+    "if self._sums:\n            return",
+    "if not self._sums:\n            return",
+)
+def test_one_process_holds_few_responses_at_a_time() -> None:
+    """The server reads sums over slices of the clients: of 600 responses, three."""
+    app, ones = ClientApp(), np.ones((1, 4), np.int32)
+
+    @app.query("ask")
+    def respond(message: Message, context: Context) -> Message:
+        response = Response({"answer": ones}, GaussianDpEvent(1.0), Unit.CLIENT)
+        return Message(messages.pack_response(response), reply_to=message)
+
+    grid = InProcessGrid(app, 600, 60, serialize=False, sums=True)
+    content = messages.pack_hello()
+    sent = [
+        Message(content, dst_node_id=node, message_type=messages.ASK)
+        for node in grid.get_node_ids()
+    ]
+    replies = list(grid.send_and_receive(sent))
+    result = [messages.read_response(reply, Secure(600, 600, 0)) for reply in replies]
+    sums = [response for response in result if response.arrays]
+    assert [len(response.clients) for response in sums] == [256, 256, 88]
+    assert sum(int(response.arrays["answer"].sum()) for response in sums) == 4 * 600
+    assert len(result) == 600
 
 
 @kills(

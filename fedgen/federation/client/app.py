@@ -336,9 +336,12 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     if ctx.terms.account is not None and (ctx.store.folder(ctx.index) / _SIGNED).exists():
         raise PastRoundError  # the signed account would be too small
     last_round = ctx.store.last_round(ctx.index, messages.ASK)
-    if last_round == server_round and not ctx.terms.masked_sums:
+    # a seeded response is computed again instead, to the same bits; a masked one is never repeated
+    keeps_response = ctx.streams.mode == "secure" and not ctx.terms.masked_sums
+    if last_round == server_round and keeps_response:
         return messages.pack_response(ctx.store.response(ctx.index))
-    if last_round is not None and server_round <= last_round:
+    is_past = last_round is not None and server_round < last_round
+    if is_past or (last_round == server_round and ctx.terms.masked_sums):
         raise PastRoundError
     if ctx.streams.mode == "secure" and server_round <= ctx.responded_round:
         raise PastRoundError  # restoring the state does not undo a response
@@ -383,7 +386,8 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
         ctx.store.store_response(ctx.index, query_digest, response)
     if not charged:  # before the response is sent
         ctx.ledger.charge(server_round, query_digest, query.count, response.event)
-    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, response)
+    kept = response if keeps_response else None
+    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, kept)
     return _outgoing(ctx, response, message)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
@@ -13,10 +13,17 @@ from fedgen.federation.client.app import client_app
 from fedgen.federation.client.context import ClientContexts, ClientSetup
 from fedgen.federation.failures import DEADLINE
 from fedgen.federation.flower_compat import serialize_roundtrip
-from fedgen.federation.runtimes.local_nodes import LocalGrid, LocalNodes, message_timeout
+from fedgen.federation.messages import sum_responses
+from fedgen.federation.runtimes.local_nodes import (
+    LocalGrid,
+    LocalNodes,
+    message_timeout,
+    node_client,
+)
 from fedgen.federation.runtimes.server_app import start
 
 _SLICE_SECONDS = 0.05  # time slice of handling messages
+_SUMMED_AT_ONCE = 256  # responses in memory at a time
 
 
 def run(
@@ -31,7 +38,9 @@ def run(
     """Run a ServerApp against the ClientApp; see ``InProcessGrid`` for the settings."""
     del rebuild  # nothing is rebuilt
     app = client_app(ClientContexts(setup), setup.mods, without_server=False)
-    start(server, InProcessGrid(app, clients, timeout, serialize))
+    # a reply that a simulated fault delays must not contain the responses of others
+    sums = setup.terms.aggregation.adds_up and not setup.terms.masked_sums and not setup.mods
+    start(server, InProcessGrid(app, clients, timeout, serialize, sums))
 
 
 class InProcessGrid(LocalGrid):
@@ -43,12 +52,19 @@ class InProcessGrid(LocalGrid):
         timeout: deadline of a client for a message of a round, in seconds; a later response is
             discarded, because the client cannot be interrupted.
         serialize: serialize each message as a network would.
+        sums: whether responses are summed before the server reads them.
     """
 
     def __init__(
-        self, app: ClientApp, clients: int, timeout: float | None, serialize: bool
+        self,
+        app: ClientApp,
+        clients: int,
+        timeout: float | None,
+        serialize: bool,
+        sums: bool = False,
     ) -> None:
         super().__init__(clients)
+        self._sums = sums
         self._local, self._timeout, self._serialize = (
             LocalNodes(app, clients, without_server=False),
             timeout,
@@ -59,14 +75,19 @@ class InProcessGrid(LocalGrid):
     def _send(self, name: str, message: Message) -> None:
         self._pending[name] = message
 
-    def _pull(self, ids: list[str]) -> list[Message]:
-        replies = []
+    def _pull(self, ids: Iterable[str]) -> list[Message]:
+        replies: list[Message] = []
         end = time.monotonic() + _SLICE_SECONDS
         for name in ids:
             if name in self._pending:
                 replies.append(self._handle(self._pending.pop(name)))
-                if time.monotonic() > end:
+                enough = len(replies) == _SUMMED_AT_ONCE if self._sums else time.monotonic() > end
+                if enough:
                     break
+        if self._sums:
+            return sum_responses(
+                [(node_client(reply.metadata.src_node_id), reply) for reply in replies]
+            )
         return replies
 
     def _handle(self, message: Message) -> Message:

@@ -126,12 +126,14 @@ class LocalGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return available replies to these messages; wait briefly if there are none."""
-        ids = list(message_ids)
-        lost = [self._lost.pop(name) for name in ids if name in self._lost]
-        return lost or self._pull(ids)
+        if self._lost:
+            message_ids = list(message_ids)
+            if lost := [self._lost.pop(name) for name in message_ids if name in self._lost]:
+                return lost
+        return self._pull(message_ids)
 
     @abstractmethod
-    def _pull(self, ids: list[str]) -> list[Message]:
+    def _pull(self, ids: Iterable[str]) -> list[Message]:
         """See ``pull_messages``."""
 
     def send_and_receive(
@@ -139,11 +141,11 @@ class LocalGrid(Grid):
     ) -> Iterable[Message]:
         """Push messages and pull all replies. ``timeout`` is ignored: the grid has its own."""
         del timeout
-        waiting = list(self.push_messages(messages))
+        waiting = dict.fromkeys(self.push_messages(messages))
         replies: list[Message] = []
         while waiting:
             for reply in self.pull_messages(waiting):
-                waiting.remove(reply.metadata.reply_to_message_id)
+                del waiting[reply.metadata.reply_to_message_id]
                 replies.append(reply)
         return replies
 

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -225,7 +225,7 @@ class RayGrid(LocalGrid):
         client = node_client(message.metadata.dst_node_id)
         self._assigned[client % len(self._assigned)].queue.append(message)
 
-    def _pull(self, ids: list[str]) -> list[Message]:
+    def _pull(self, ids: Iterable[str]) -> list[Message]:
         import ray
 
         self._drop_lost()

@@ -120,7 +120,9 @@ class MaskedSum:
         for response in responses.values():
             total += response.arrays["answer"].reshape(-1).view(total.dtype)
         words = self._unmask(total, dealt, set(responses), dropouts, revealed)
-        without_arrays = {client: replace(item, arrays={}) for client, item in responses.items()}
+        without_arrays = {
+            client: replace(item, arrays={}, clients=()) for client, item in responses.items()
+        }
         with_sum = replace(
             responses[first],
             arrays={"answer": words.view(sample.dtype).reshape(sample.shape)},
