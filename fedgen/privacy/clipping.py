@@ -40,6 +40,7 @@ from fedgen.privacy.ghost_norms import (
     row_norms,
     scale_rows,
     squared_norms,
+    without_infinite,
 )
 
 # TF32 convolutions, the default of cuDNN, would round sums more than their clipped norms allow
@@ -178,7 +179,7 @@ def clipped_sum(
     if module not in _CHECKED:
         _check_independent(module, layers, weights, inputs)
         _CHECKED.add(module)
-    total = _zeros_like(weights)
+    total: dict[str, Tensor] = {}
     norms = [torch.zeros(0, dtype=torch.float64, device=inputs[0].device)]
     at_once = copies * (at_once or examples_at_once(inputs[0].device.type))
     for start in range(0, len(inputs[0]), at_once):
@@ -189,8 +190,9 @@ def clipped_sum(
         factors = clipping_factors(norms[-1], clip, _SUM_MARGIN)
         for name, weight_uses in uses.items():
             for use in weight_uses:
-                total[name] += use.summed(factors).view_as(total[name])
-    return ClippedSum(total, torch.cat(norms), clip, _SEAL)
+                of_chunk = use.summed(factors).view_as(weights[name]).double()
+                total[name] = total[name].add_(of_chunk) if name in total else of_chunk
+    return ClippedSum(total or _zeros_like(weights), torch.cat(norms), clip, _SEAL)
 
 
 def examples_at_once(device: str) -> int:
@@ -329,9 +331,8 @@ def symmetric_from_triangle(triangles: Tensor, side: int) -> Tensor:
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], factors: Tensor) -> None:
     """Add the gradients of examples, scaled; those with factor zero are ignored."""
-    used = factors != 0  # zero times infinity is not zero
     for name, gradient in gradients.items():
-        total[name] += torch.tensordot(factors[used].to(gradient), gradient[used], 1)
+        total[name] += torch.tensordot(factors.to(gradient), without_infinite(gradient), 1)
 
 
 def _check_independent(
@@ -418,7 +419,8 @@ def _backward(
             torch.enable_grad(),
             _matmul_precision(precision, inputs[0].device.type),
         ):
-            fixed = {name: value.detach() for name, value in weights.items()}
+            # without its own history: copies would be made for nothing
+            fixed = {n: v.detach() if v.requires_grad else v for n, v in weights.items()}
             outputs = functional_call(module, fixed, tuple(tensor.detach() for tensor in inputs))
             loss = losses(_to_single(outputs)).sum() / copies
     finally:

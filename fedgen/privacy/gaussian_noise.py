@@ -60,8 +60,6 @@ def rounded_gaussian(
         raise ValueError(f"std must be above 0 and at most {MAX_STD:g}, got {std:g}")
     means = mean.to(torch.float64).flatten()
     words = torch.from_numpy(streams.noise_bits(means.numel(), *where).view("int64"))
-    if not bool(means.isfinite().all()):
-        raise ValueError("a mean must be finite")
     rounded = torch.empty_like(means)
     size = _CHUNK.get(means.device.type, _MAX_CHUNK)
     for start in range(0, len(means), size):
@@ -73,8 +71,11 @@ def rounded_gaussian(
         noisy = z.mul_(torch.where(bits < 0, 1.0, -1.0))  # the top bit is the sign
         noisy = noisy.mul_(std).add_(remainder)
         shift = noisy.round()
-        undecided = (noisy.sub_(shift).abs_() >= 0.5 - _ERROR) | (magnitude < _MIN_MAGNITUDE)
-        for index in undecided.nonzero().flatten().tolist():
+        # false for a mean that is not finite; the host waits for nothing else
+        is_decided = (noisy.sub_(shift).abs_() < 0.5 - _ERROR) & (magnitude >= _MIN_MAGNITUDE)
+        for index in is_decided.logical_not_().nonzero().flatten().tolist():
+            if not bool(means[start + index].isfinite()):
+                raise ValueError("a mean must be finite")
             further = streams.at(*where, "more", start + index)
             shift[index] = _resolve(float(remainder[index]), std, int(bits[index]), further)
         rounded[chunk] = integers.add_(shift).add_(0.0)  # -0.0 + 0.0 is 0.0

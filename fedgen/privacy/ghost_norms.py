@@ -32,7 +32,8 @@ _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNor
 def row_norms(rows: Tensor) -> Tensor:
     """Return L2 norms (n,) in double precision: in single, norms of long rows would be too
     small."""
-    norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
+    dimensions = tuple(range(1, rows.dim()))
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=dimensions, dtype=torch.float64)
     return norms
 
 
@@ -42,9 +43,16 @@ def squared_row_norms(rows: Tensor) -> Tensor:
 
 
 def scale_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Return rows (n, ...) times factors; zero where the factor is zero, for any row."""
+    """Return rows (n, ...) times factors. Entries that are not finite become zero: only rows with
+    factor zero have any (``clipping_factors``)."""
     factor = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
-    return torch.where(factor != 0, rows * factor, 0.0)
+    return without_infinite(rows * factor)
+
+
+def without_infinite(rows: Tensor) -> Tensor:
+    """Replace entries that are not finite by zero. Multiplied by zero they would be NaN; a mask of
+    rows would need more operations, an index of rows would wait for the device."""
+    return torch.nan_to_num(rows, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Product:
         """Return the gradient of each example, with entries in any order (n, weights), and an upper
         bound on the sum of the absolute values of its products (n,)."""
         x = self.x()  # once: convolutions recompute it
-        return (self.y @ x.transpose(2, 3)).flatten(1), row_norms(x) * row_norms(self.y)
+        return _by_group(self.y, x.transpose(2, 3)).flatten(1), row_norms(x) * row_norms(self.y)
 
     @property
     def gradient_is_smaller(self) -> bool:
@@ -81,7 +89,7 @@ class Product:
         ``_cancellation``)."""
         if self.y.shape[1] * self.y.shape[3] == 1:
             return (row_norms(self.x()) * row_norms(self.y)).square()
-        x, y = self.gram(), self.y.transpose(2, 3) @ self.y
+        x, y = self.gram(), _by_group(self.y.transpose(2, 3), self.y)
         trace_x, trace_y = (gram.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for gram in (x, y))
         squares = (x * y).double().sum((1, 2, 3))
         return squares + _cancellation((trace_x * trace_y).sqrt())
@@ -180,8 +188,7 @@ class Materialized:
 
     def summed(self, factors: Tensor) -> Tensor:
         """Return the scaled sum over examples."""
-        used = factors != 0  # zero times infinity is not zero
-        return factors[used].to(self.gradients) @ self.gradients[used]
+        return factors.to(self.gradients) @ without_infinite(self.gradients)
 
 
 Use = SingleUse | Materialized
@@ -217,15 +224,14 @@ def _linear(layer: nn.Linear, inputs: Tensor, output_gradient: Tensor) -> dict[s
     )
 
     def weighted_sum(factors: Tensor) -> Tensor:
-        scaled, used = scale_rows(y, factors), scale_rows(x, (factors != 0).to(x))
-        return scaled.flatten(0, 1).T @ used.flatten(0, 1)
+        return scale_rows(y, factors).flatten(0, 1).T @ without_infinite(x).flatten(0, 1)
 
     columns, rows = x.transpose(1, 2)[:, None], y.transpose(1, 2)[:, None]
     product = Product(
         lambda: columns,
         rows,
         x.shape[2],
-        lambda: columns.transpose(2, 3) @ columns,
+        lambda: _by_group(columns.transpose(2, 3), columns),
         weighted_sum,
     )
     return {"weight": product, "bias": SmallWeight(y.sum(1))}
@@ -238,7 +244,7 @@ def _convolution(
 
     def weighted_sum(factors: Tensor) -> Tensor:
         weight_gradient: Tensor = conv2d_weight(
-            scale_rows(inputs, (factors != 0).to(inputs)),
+            without_infinite(inputs),
             size,
             scale_rows(output_gradient, factors),
             **geometry,
@@ -263,7 +269,7 @@ def _transposed(
         weight_gradient: Tensor = conv2d_weight(
             scale_rows(output_gradient, factors),
             size,
-            scale_rows(inputs, (factors != 0).to(inputs)),
+            without_infinite(inputs),
             **geometry,
             groups=layer.groups,
         )
@@ -312,7 +318,7 @@ def _patches(
                 images, positions.shape[2:], kernel, stride, geometry["padding"], groups
             )
         x = columns()
-        return x.transpose(2, 3) @ x
+        return _by_group(x.transpose(2, 3), x)
 
     width = images.shape[1] // groups * math.prod(kernel)
     return Product(columns, _grouped(positions.flatten(2), groups), width, gram, weighted_sum)
@@ -352,12 +358,21 @@ def _patch_gram(
     )  # drop pixels outside all patches
     split = padded.view(count, groups, -1, rows, down, columns, right)
     cells = split.permute(0, 1, 2, 4, 6, 3, 5).reshape(count, groups, -1, rows * columns)
-    products = (cells.transpose(2, 3) @ cells).view(count, groups, rows, columns, rows, columns)
+    products = _by_group(cells.transpose(2, 3), cells).view(
+        count, groups, rows, columns, rows, columns
+    )
     shifted = (
         products[:, :, i : i + high, j : j + wide, i : i + high, j : j + wide] for i, j in block
     )
     gram: Tensor = sum(shifted, torch.zeros((), device=images.device, dtype=images.dtype))
     return gram.reshape(count, groups, high * wide, high * wide)
+
+
+def _by_group(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix products (n, g, a, c) of (n, g, a, b) and (n, g, b, c), like ``left @
+    right`` with half as many operators."""
+    products = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
+    return products.view(*left.shape[:2], *products.shape[1:])
 
 
 def _grouped(columns: Tensor, groups: int) -> Tensor:

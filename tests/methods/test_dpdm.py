@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mutation import kills
+from operators import operators, waits
 from tiny import SHARD, STREAMS
 from torch.func import functional_call
 
@@ -198,3 +199,16 @@ def test_guidance_needs_training_without_labels(
     words = ["method.sampler.guidance=0.3", "method.label_dropout=0"]
     assert cli.run(["train", "method=dpdm_small", *words, f"run_dir={tmp_path / 'run'}"]) == 2
     assert "method.sampler.guidance" in capsys.readouterr().err
+
+
+def test_a_step_calls_few_operators() -> None:
+    """Of forward and backward pass, norms and sums, for each weight of the network and chunk of a
+    batch. The host waits once: for the entries of the noise that double precision does not
+    decide."""
+    method = make(1.0)
+    answer(method, SHARD)  # the check for independent examples, once
+    calls = operators(lambda: answer(method, SHARD))
+    weights = part(method.server.init(STREAMS), "generator")
+    chunks = 3  # of 21 records with 3 copies
+    assert sum(calls.values()) <= 32 * len(weights) * chunks
+    assert waits(calls) == {"nonzero": 1}

@@ -19,6 +19,7 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 from mutation import kills
+from operators import operators, waits
 from tiny import SHARD, STREAMS, Train, noised
 from torch import Tensor
 from torch.func import functional_call, grad
@@ -389,3 +390,27 @@ def test_a_loss_is_published_by_its_name(train: Train, tmp_path: Path) -> None:
     assert cli.run(["sample", f"run={run}/public", "n=5", f"out={tmp_path}/two.npz"]) == 0
     one, two = (np.load(tmp_path / f"{name}.npz")["images"] for name in ("one", "two"))
     assert (one == two).all()
+
+
+@kills(
+    "fedgen/privacy/ghost_norms.py",
+    "return factors.to(self.gradients) @ without_infinite(self.gradients)",
+    "return factors[factors != 0].to(self.gradients) @ self.gradients[factors != 0]",
+)
+def test_a_step_calls_few_operators() -> None:
+    """For a batch in one chunk, regardless of the width of the networks. The host waits once: for
+    the entries of the noise that double precision does not decide."""
+    method = make(noise=1.0)
+    state = method.server.init(STREAMS)
+
+    def respond(steps: int) -> None:
+        query = replace(
+            method.server.query(state, 0, STREAMS), samples={"step": torch.arange(steps)}
+        )
+        method.client.respond({}, query, SHARD, 0, STREAMS)
+
+    respond(1)  # the check for independent examples, once
+    calls = operators(lambda: respond(3))
+    calls.subtract(operators(lambda: respond(2)))
+    assert sum(calls.values()) <= 600
+    assert waits(calls) == {"nonzero": 1}

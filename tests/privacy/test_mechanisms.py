@@ -416,7 +416,11 @@ def test_a_part_with_a_larger_bound_is_refused() -> None:
         ClippedSum({}, torch.zeros(0), 1.0)
 
 
-@kills("fedgen/privacy/ghost_norms.py", "dim=1, dtype=torch.float64)", "dim=1).double()")
+@kills(
+    "fedgen/privacy/ghost_norms.py",
+    "dim=dimensions, dtype=torch.float64)",
+    "dim=dimensions).double()",
+)
 def test_long_rows_are_in_the_ball_too() -> None:
     """Ten million entries, for which a norm in single precision is off by a thousandth."""
     row = torch.randn(1, 10**7, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,40 @@
+"""Count the operators that torch dispatches: on a GPU each is at least one launch, and after some
+the host waits for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        masks = [item for item in args[1] if item is not None] if name == "index" else []
+        if any(str(mask.dtype) == "torch.bool" for mask in masks):
+            name = "nonzero"  # an index by a mask
+        self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(run: Callable[[], object]) -> Counter[str]:
+    """Return the number of calls of each operator."""
+    with _Counting() as counting:
+        run()
+    return counting.calls
+
+
+def waits(calls: Counter[str]) -> dict[str, int]:
+    """Return the calls after which the host waits for the device."""
+    return {name: count for name, count in calls.items() if name in _WAITING}
