@@ -54,7 +54,7 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -199,6 +199,7 @@ class Masker:
     _digest: bytes = b""
     _graph: Graph | None = None
     _shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+    _boxes: dict[int, bytes] = field(default_factory=dict, repr=False)  # until shares are opened
     _opened: bool = False
     _used: bool = False
     _revealed: bool = False
@@ -206,7 +207,8 @@ class Masker:
 
     def announce(self) -> bytes:
         """Return the public keys of masks and of boxes, and the commitment to the seed."""
-        keys = _public(self._mask_key) + _public(self._box_key)
+        private = self._mask_private, self._box_private
+        keys = b"".join(key.public_key().public_bytes_raw() for key in private)
         return keys + _commitment(self._seed, self.context)
 
     def seal_shares(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -270,6 +272,7 @@ class Masker:
                 self._shares[other] = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
         if broken:
             self._shares.clear()
+        self._boxes.clear()
         return broken
 
     @property
@@ -288,7 +291,7 @@ class Masker:
         self._used = True
         masked = words + stream(self._seed, len(words), words.dtype)
         for other in self._shares.keys() - {self.client}:
-            pair = stream(self._pair(self._mask_key, other), len(words), words.dtype)
+            pair = stream(self._pair(other), len(words), words.dtype)
             (np.add if self.client < other else np.subtract)(masked, pair, out=masked)
         return masked
 
@@ -320,8 +323,17 @@ class Masker:
             # its mask is not part of this client's message, which would be exposed in the sum
             raise MaskingError("a neighbour responded, but its shares did not arrive")
 
-    def _pair(self, private_key: bytes, other: int) -> bytes:
-        return _pair_key(private_key, self._keys[other][:32], self.client, other, self.context)
+    @cached_property  # a private key takes as long to load as an agreement
+    def _mask_private(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self._mask_key)
+
+    @cached_property
+    def _box_private(self) -> X25519PrivateKey:
+        return X25519PrivateKey.from_private_bytes(self._box_key)
+
+    def _pair(self, other: int) -> bytes:
+        public = self._keys[other][:32]
+        return _pair_key(self._mask_private, public, self.client, other, self.context)
 
     def _associated_data(self, source: int, target: int) -> bytes:
         """Return the associated data of a seal: dealer, recipient and a digest of all keys."""
@@ -329,8 +341,10 @@ class Masker:
 
     def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
         pair = (other, self.client) if of_other else (self.client, other)
-        key = _agree(self._box_key, self._keys[other][32:64], b"box" + self.context + _names(*pair))
-        return ChaCha20Poly1305(key)
+        if other not in self._boxes:  # one agreement for both directions
+            self._boxes[other] = _agree(self._box_private, self._keys[other][32:64])
+        purpose = b"box" + self.context + _names(*pair)
+        return ChaCha20Poly1305(_derive(self._boxes[other], purpose))
 
 
 def unmask(
@@ -388,8 +402,9 @@ def unmask(
         if responded:
             result -= stream(secret, len(result), result.dtype)
             continue
+        private = X25519PrivateKey.from_private_bytes(secret)
         for other in responders.intersection(neighbours):
-            pair = _pair_key(secret, keys[other][:32], client, other, context)
+            pair = _pair_key(private, keys[other][:32], client, other, context)
             mask = stream(pair, len(result), result.dtype)
             result = result - mask if other < client else result + mask
     return result, wrong
@@ -403,14 +418,17 @@ def stream(key: bytes, count: int, dtype: np.dtype[Any]) -> Words:
     return np.frombuffer(text, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
 
 
-def _pair_key(private_key: bytes, public: bytes, one: int, other: int, context: bytes) -> bytes:
+def _pair_key(
+    private: X25519PrivateKey, public: bytes, one: int, other: int, context: bytes
+) -> bytes:
     """Derive the key of the mask between two clients.
 
     It depends on both clients' numbers: different public keys can agree on the same secret (X25519
     ignores bit 255 and clears the cofactor), and with equal masks a client that announces a variant
     of another's key would cancel that client's masks.
     """
-    return _agree(private_key, public, b"mask" + _names(*sorted((one, other))) + context)
+    purpose = b"mask" + _names(*sorted((one, other))) + context
+    return _derive(_agree(private, public), purpose)
 
 
 def _commitment(seed: bytes, context: bytes) -> bytes:
@@ -421,13 +439,16 @@ def _public(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def _agree(private_key: bytes, other: bytes, purpose: bytes) -> bytes:
-    """Return the key that two clients derive for one purpose."""
-    private = X25519PrivateKey.from_private_bytes(private_key)
+def _agree(private: X25519PrivateKey, other: bytes) -> bytes:
+    """Return the secret that two clients share."""
     try:
-        shared = private.exchange(X25519PublicKey.from_public_bytes(other))
+        return private.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
         raise MaskingError("invalid key") from error
+
+
+def _derive(shared: bytes, purpose: bytes) -> bytes:
+    """Return the key that two clients derive for one purpose."""
     return HKDF(SHA256(), 32, None, b"fedgen/" + purpose).derive(shared)
 
 
