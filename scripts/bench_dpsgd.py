@@ -4,8 +4,9 @@ libraries, and a whole step of a run against a training loop by Opacus.
     python scripts/bench_dpsgd.py [--width 128] [--rows 256] [--repeats 7] [--device cpu]
 
 Print tables, and a line of JSON with the ratios. In the first table a step is forward pass, loss,
-and the gradient of all weights: summed (plain), or clipped per example and summed. Memory is the
-peak of the process above its start (CUDA: of the device's allocator), one process per method.
+and the gradient of all weights: summed (plain), or clipped per example and summed. Each method has
+its own process, and they take turns; ratios are medians over the turns. Memory is the peak of the
+process above its start (CUDA: of the device's allocator).
 ``share_of_ceiling``: the arithmetic of a plain step over fedgen's time, as a share of the rate of
 one large matrix product.
 
@@ -20,6 +21,7 @@ without generator steps. ``whole_step_over_sum_*``: relative to the clipped sums
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import resource
@@ -127,31 +129,58 @@ def opacus_ghost(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 METHODS = (plain, fedgen, fedgen_single, opacus_hooks, opacus_ghost, torch_func)
 
 
-def measure(
-    name: str, width: int, rows: int, repeats: int, device: str, threads: int
-) -> tuple[float, float]:
-    """Return median seconds of a step, and peak bytes above the start."""
+_step: Step = print
+"""The step that this process measures."""
+
+
+def prepare(name: str, width: int, rows: int, device: str, threads: int) -> float:
+    """Prepare the step that this process measures, and take it once; return the peak of bytes above
+    the start."""
+    global _step
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     module = Discriminator(10, (1, 28, 28), width).to(device)
     images = torch.rand(rows, 1, 28, 28, device=device)
     labels = torch.randint(0, 10, (rows,), device=device)
-    cuda = device == "cuda"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    step = {each.__name__: each for each in METHODS}[name](module, images, labels)
-    times = []
-    for _ in range(repeats + 1):
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    _step = {each.__name__: each for each in METHODS}[name](module, images, labels)
+    _step()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return statistics.median(times[1:]), float(peak if cuda else after - before)
+    return float(torch.cuda.max_memory_allocated() if device == "cuda" else after - before)
+
+
+def seconds() -> float:
+    """Return the seconds of the step of this process."""
+    begin = now()
+    _step()
+    return now() - begin
+
+
+def steps(
+    width: int, rows: int, repeats: int, device: str, threads: int
+) -> dict[str, tuple[float, float, float]]:
+    """Return median seconds of each method, the median of their ratios to a plain step of the same
+    turn, and bytes. The methods take turns, so that a change of the machine's load affects all."""
+    names = [method.__name__ for method in METHODS]
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(FORKS.Pool(1)) for name in names}
+        memory = {
+            name: process.apply(prepare, (name, width, rows, device, threads))
+            for name, process in processes.items()
+        }
+        turns = [
+            {name: process.apply(seconds) for name, process in processes.items()}
+            for _ in range(repeats)
+        ]
+    return {
+        name: (
+            statistics.median(turn[name] for turn in turns),
+            statistics.median(turn[name] / turn["plain"] for turn in turns),
+            memory[name],
+        )
+        for name in names
+    }
 
 
 def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, float]:
@@ -326,12 +355,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     chosen = parser.parse_args()
-    found = {}
-    for method in METHODS:
-        found[method.__name__] = alone(measure, method.__name__, *vars(chosen).values())
-    for name, (seconds, peak) in found.items():
-        ratio = seconds / found["plain"][0]
-        print(f"{name:14} {seconds * 1e3:9.1f} ms  {ratio:6.2f} x plain  {peak / 1e6:9.0f} MB")
+    found = steps(**vars(chosen))
+    for name, (median, ratio, peak) in found.items():
+        print(f"{name:14} {median * 1e3:9.1f} ms  {ratio:6.2f} x plain  {peak / 1e6:9.0f} MB")
     ours = found["fedgen"]
     whole = whole_steps(**vars(chosen))
     operations, most = ceiling(chosen.width, chosen.rows, chosen.device, chosen.threads)
@@ -339,12 +365,12 @@ def main() -> None:
         json.dumps(
             {
                 **vars(chosen),
-                "speedup_over_opacus_hooks": round(found["opacus_hooks"][0] / ours[0], 2),
-                "speedup_over_opacus_ghost": round(found["opacus_ghost"][0] / ours[0], 2),
-                "speedup_over_torch_func": round(found["torch_func"][0] / ours[0], 2),
-                "cost_over_plain": round(ours[0] / found["plain"][0], 3),
+                "speedup_over_opacus_hooks": round(found["opacus_hooks"][1] / ours[1], 2),
+                "speedup_over_opacus_ghost": round(found["opacus_ghost"][1] / ours[1], 2),
+                "speedup_over_torch_func": round(found["torch_func"][1] / ours[1], 2),
+                "cost_over_plain": round(ours[1], 3),
                 "share_of_ceiling": round(operations / ours[0] / most, 3),
-                "memory_over_plain": round(ours[1] / max(found["plain"][1], 1.0), 3),
+                "memory_over_plain": round(ours[2] / max(found["plain"][2], 1.0), 3),
                 **whole,
             }
         )

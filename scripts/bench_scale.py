@@ -1,12 +1,16 @@
-"""Cost of a round by number of clients, on Ray, on this machine.
+"""Cost of a run by number of clients, on this machine.
 
     python scripts/bench_scale.py [--clients 100 400 1600 3400] [--rounds 50] [KEY=VALUE ...]
+    python scripts/bench_scale.py --experiment scale_sums --records 18 --clients 1000 10000 100000
 
 ``fedgen train experiment=scale_3400`` for each number of clients: GS-WGAN, where every client has a
 critic and an optimizer, and 32 query samples a round go to as many clients (fewer if some are
 sampled twice), which train before they respond. The cost of a round must not grow with the clients
 outside of it. Start-up is everything except rounds: cluster, data, ε, results. Memory is that of
 all processes. Print a table, and a line of JSON.
+
+``experiment=scale_sums``: one secure sum of DP-MERF over clients in one process, of random images
+(``--records`` for each client). CPU time is that of the run and the processes it waited for.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _EVERY_SECONDS = 3.0
 
 
@@ -34,23 +40,39 @@ def bytes_under(place: Path) -> int:
     return found
 
 
-def measured(clients: int, rounds: int, settings: list[str]) -> dict[str, Any]:
-    """Run one experiment in its own process."""
+def random_images(path: Path, count: int) -> list[str]:
+    """Write a data set of random images; return its settings."""
+    images = np.random.default_rng(0).integers(0, 256, (count, 28, 28), dtype=np.uint8)
+    labels = np.arange(count) % 10
+    test = {"test_images": images[:100], "test_labels": labels[:100]}
+    np.savez(path, train_images=images, train_labels=labels, **test)
+    return ["data=folder", f"data.path={path}", "data.classes=10", f"data.public_rows={count}"]
+
+
+def measured(
+    experiment: str, clients: int, rounds: int | None, records: int | None, settings: list[str]
+) -> dict[str, Any]:
+    """Run one experiment in its own process. ``records``: number of random images of each
+    client."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "run")
-        words = ["experiment=scale_3400", f"partition.clients={clients}", f"rounds={rounds}"]
+        words = [f"experiment={experiment}", f"partition.clients={clients}"]
+        words += [f"rounds={rounds}"] if rounds else []
+        words += random_images(Path(folder, "data.npz"), clients * records) if records else []
         words += [*settings, f"run_dir={place}"]
-        begin = time.perf_counter()
+        begin, cpu_before = time.perf_counter(), os.times()
         command = [sys.executable, "-P", "-m", "fedgen.cli", "train", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with Path(folder, "log").open("w+") as log:
             run = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             disk = 0
             while run.poll() is None:  # critics are gone when it ends
+                looked = time.perf_counter()
                 disk = max(disk, bytes_under(place))
+                seconds = max(_EVERY_SECONDS, 20 * (time.perf_counter() - looked))
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.wait(_EVERY_SECONDS)
-            whole = time.perf_counter() - begin
+                    run.wait(seconds)
+            whole, cpu = time.perf_counter() - begin, os.times()
             if run.returncode:
                 log.seek(0)
                 sys.exit(f"{clients} clients: {log.read().strip()}")
@@ -61,6 +83,7 @@ def measured(clients: int, rounds: int, settings: list[str]) -> dict[str, Any]:
         "ms_per_round": 1000 / results["rounds_per_second"],
         "bytes_per_round": results["bytes"]["per_round"],
         "start_up_s": whole - results["seconds"],
+        "cpu_s": sum(cpu[2:4]) - sum(cpu_before[2:4]),
         "memory_gb": results["peak_rss_bytes"] / 1e9,
         "disk_gb": disk / 1e9,
         "epsilon": results["epsilon"],
@@ -70,16 +93,19 @@ def measured(clients: int, rounds: int, settings: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a round costs as clients grow in number.")
     parser.add_argument("--clients", type=int, nargs="+", default=[100, 400, 1600, 3400])
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--experiment", choices=("scale_3400", "scale_sums"), default="scale_3400")
+    parser.add_argument("--records", type=int, help="random images of each client")
+    parser.add_argument("--rounds", type=int, help="default: those of the experiment")
     options, settings = parser.parse_known_args()
-    print("| clients | rounds/s | ms a round | start-up, s | memory, GB | disk, GB |")
-    print("|---|---|---|---|---|---|")
+    print("| clients | rounds/s | ms a round | start-up, s | CPU, s | memory, GB | disk, GB |")
+    print("|---|---|---|---|---|---|---|")
     found = []
     for clients in options.clients:
-        found.append(measured(clients, options.rounds, settings))
+        given = options.experiment, clients, options.rounds, options.records, settings
+        found.append(measured(*given))
         print(
             "| {clients} | {rounds_per_second:.2f} | {ms_per_round:.0f} | {start_up_s:.0f} "
-            "| {memory_gb:.2f} | {disk_gb:.2f} |".format(**found[-1]),
+            "| {cpu_s:.0f} | {memory_gb:.2f} | {disk_gb:.2f} |".format(**found[-1]),
             flush=True,
         )
     print(json.dumps(found))

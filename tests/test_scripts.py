@@ -15,14 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
 SMALLEST: dict[str, list[str]] = {
-    "bench_critics.py": [
-        *("--critics", "20", "--widths", "4", "--rows", "4", "--timed", "20"),
-        *("--steps", "1", "--repeats", "1", "--threads", "1"),
-    ],
     "bench_deployment.py": ["--nodes", "1", "--rounds", "1", "--stock-rounds", "0"],
-    "bench_dpsgd.py": [
-        *("--width", "4", "--rows", "4", "--repeats", "1", "--threads", "1"),
-    ],
     "bench_scale.py": ["--clients", "4", "--rounds", "2", "data=digits", "method=gs_wgan_small"],
     "bench_runtimes.py": ["--rounds", "1", "--clients", "2"],
     "bench_sums.py": ["--clients", "4", "--numbers", "100", "--repeats", "2"],
@@ -39,6 +32,9 @@ SMALLEST: dict[str, list[str]] = {
 ``tests/commands/test_sweep.py``."""
 
 OTHERS = {
+    "bench_critics.py": "by gpu_queue.sh",
+    "bench_dpdm.py": "by gpu_queue.sh",
+    "bench_dpsgd.py": "by gpu_queue.sh",
     "docs_pages.py": "by mkdocs, in make docs",
     "flwr_run.py": "by tests/test_install.py",
     "mixture_control.py": "below",
@@ -47,6 +43,7 @@ OTHERS = {
 
 
 def test_every_script_is_run() -> None:
+    assert [path.name for path in SCRIPTS.glob("*.sh")] == ["gpu_queue.sh"]
     assert {path.name for path in SCRIPTS.glob("*.py")} == {*SMALLEST, *OTHERS}
 
 
@@ -69,6 +66,19 @@ def script(name: str, words: list[str], where: Path, root: Path = ROOT) -> str:
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_script_at_its_smallest(name: str, tmp_path: Path) -> None:
     assert script(name, SMALLEST[name], tmp_path) or name == "make_shapes.py"
+
+
+@pytest.mark.slow
+def test_the_queue_for_a_gpu_on_a_cpu(tmp_path: Path) -> None:
+    """Each part succeeds at tiny sizes, and leaves its output; the run leaves pictures."""
+    own = {**os.environ, "DEVICE": "cpu", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(SCRIPTS / "gpu_queue.sh"), str(tmp_path / "out"), "3600"]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    parts = [line.partition(",")[0] for line in done.stdout.splitlines()]
+    names = ["tests", "dpsgd", "dpdm", "critics", "run"]
+    assert parts == [f"{name}: status 0" for name in names], done
+    assert all((tmp_path / "out" / f"{name}.txt").stat().st_size for name in names)
+    assert (tmp_path / "out" / "run" / "public" / "samples.png").exists()
 
 
 @pytest.mark.slow

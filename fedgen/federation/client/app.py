@@ -336,7 +336,7 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     if ctx.terms.account is not None and (ctx.store.folder(ctx.index) / _SIGNED).exists():
         raise PastRoundError  # the signed account would be too small
     last_round = ctx.store.last_round(ctx.index, messages.ASK)
-    # a seeded response is computed again instead, to the same bits; a masked one is never repeated
+    # a seeded response is computed again, to the same bits; a masked one is never sent again
     keeps_response = ctx.streams.mode == "secure" and not ctx.terms.masked_sums
     if last_round == server_round and keeps_response:
         return messages.pack_response(ctx.store.response(ctx.index))
