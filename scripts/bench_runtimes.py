@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -73,6 +74,8 @@ def grid_round(grid: Grid, nodes: list[int]) -> None:
         if not replies:
             time.sleep(0.001)
         for reply in replies:
+            if reply.has_error():
+                sys.exit(f"a client failed: {reply.error.reason} (code {reply.error.code})")
             assert unpack_arrays(reply.content.array_records["a"])["x"][0] == 1
             waiting.remove(reply.metadata.reply_to_message_id)
 
