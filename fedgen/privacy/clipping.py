@@ -192,7 +192,8 @@ def clipped_sum(
             for use in weight_uses:
                 of_chunk = use.summed(factors).view_as(weights[name]).double()
                 total[name] = total[name].add_(of_chunk) if name in total else of_chunk
-    return ClippedSum(total or _zeros_like(weights), torch.cat(norms), clip, _SEAL)
+    unused = {name: value for name, value in weights.items() if name not in total}
+    return ClippedSum(total | _zeros_like(unused), torch.cat(norms), clip, _SEAL)
 
 
 def examples_at_once(device: str) -> int:

@@ -288,6 +288,26 @@ def test_an_empty_batch_gives_a_zero_sum() -> None:
     assert result.norms.shape == (0,)
 
 
+@kills(
+    "fedgen/privacy/clipping.py",
+    "total | _zeros_like(unused)",
+    "total or _zeros_like(unused)",
+)
+def test_a_layer_that_is_not_called_has_a_zero_gradient() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.other = nn.Linear(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.called(x)
+
+    module = Partly()
+    result = clipped_sum(module, weights_of(module), (torch.randn(4, 3),), losses, 1.0)
+    assert result.gradients.keys() == weights_of(module).keys()
+    assert result.gradients["called.weight"].any() and not result.gradients["other.weight"].any()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 @pytest.mark.parametrize("name", ["linear", "conv2d", "conv transposed", "norms", "conv twice"])
 def test_a_non_finite_example_contributes_zero_and_others_are_unchanged(
