@@ -28,6 +28,7 @@ from fedgen.federation.client.context import (
     RunTerms,
 )
 from fedgen.federation.client.state_store import ClientStore
+from fedgen.federation.flower_compat import identify_process
 from fedgen.federation.runtimes.in_process import InProcessGrid
 from fedgen.methods.api import Query, State
 from fedgen.privacy.aggregation import LOCAL, Sent
@@ -36,6 +37,7 @@ from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
 from fedgen.randomness import Mode, RandomStreams
 
+identify_process(1)  # messages are created without a grid, too
 Ask = Callable[[int], Message]
 CONTEXT = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
 
