@@ -129,13 +129,13 @@ def opacus_ghost(module: nn.Module, images: Tensor, labels: Tensor) -> Step:
 METHODS = (plain, fedgen, fedgen_single, opacus_hooks, opacus_ghost, torch_func)
 
 
-_step: Step = print
-"""The step that this process measures."""
+_step: Step | None = None
+"""The step of this process."""
 
 
 def prepare(name: str, width: int, rows: int, device: str, threads: int) -> float:
-    """Prepare the step that this process measures, and take it once; return the peak of bytes above
-    the start."""
+    """Build the step of this process and run it once; return its peak memory in bytes (CPU: above
+    the start; CUDA: of the allocator)."""
     global _step
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
@@ -150,18 +150,20 @@ def prepare(name: str, width: int, rows: int, device: str, threads: int) -> floa
     return float(torch.cuda.max_memory_allocated() if device == "cuda" else after - before)
 
 
-def seconds() -> float:
-    """Return the seconds of the step of this process."""
+def time_step() -> float:
+    """Run the step of this process; return its duration in seconds."""
+    assert _step is not None  # prepare() ran before
     begin = now()
     _step()
     return now() - begin
 
 
-def steps(
+def time_methods(
     width: int, rows: int, repeats: int, device: str, threads: int
 ) -> dict[str, tuple[float, float, float]]:
     """Return median seconds of each method, the median of their ratios to a plain step of the same
-    turn, and bytes. The methods take turns, so that a change of the machine's load affects all."""
+    turn, and peak memory in bytes. Methods alternate, so that changes in machine load affect all
+    of them."""
     names = [method.__name__ for method in METHODS]
     with contextlib.ExitStack() as stack:
         processes = {name: stack.enter_context(FORKS.Pool(1)) for name in names}
@@ -170,7 +172,7 @@ def steps(
             for name, process in processes.items()
         }
         turns = [
-            {name: process.apply(seconds) for name, process in processes.items()}
+            {name: process.apply(time_step) for name, process in processes.items()}
             for _ in range(repeats)
         ]
     return {
@@ -201,7 +203,7 @@ def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, fl
 
 
 def now() -> float:
-    """Return the time in seconds, after synchronising the device."""
+    """Return the time in seconds, after synchronizing the device."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -355,22 +357,22 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     chosen = parser.parse_args()
-    found = steps(**vars(chosen))
-    for name, (median, ratio, peak) in found.items():
+    timings = time_methods(**vars(chosen))
+    for name, (median, ratio, peak) in timings.items():
         print(f"{name:14} {median * 1e3:9.1f} ms  {ratio:6.2f} x plain  {peak / 1e6:9.0f} MB")
-    ours = found["fedgen"]
+    ours = timings["fedgen"]
     whole = whole_steps(**vars(chosen))
     operations, most = ceiling(chosen.width, chosen.rows, chosen.device, chosen.threads)
     print(
         json.dumps(
             {
                 **vars(chosen),
-                "speedup_over_opacus_hooks": round(found["opacus_hooks"][1] / ours[1], 2),
-                "speedup_over_opacus_ghost": round(found["opacus_ghost"][1] / ours[1], 2),
-                "speedup_over_torch_func": round(found["torch_func"][1] / ours[1], 2),
+                "speedup_over_opacus_hooks": round(timings["opacus_hooks"][1] / ours[1], 2),
+                "speedup_over_opacus_ghost": round(timings["opacus_ghost"][1] / ours[1], 2),
+                "speedup_over_torch_func": round(timings["torch_func"][1] / ours[1], 2),
                 "cost_over_plain": round(ours[1], 3),
                 "share_of_ceiling": round(operations / ours[0] / most, 3),
-                "memory_over_plain": round(ours[2] / max(found["plain"][2], 1.0), 3),
+                "memory_over_plain": round(ours[2] / max(timings["plain"][2], 1.0), 3),
                 **whole,
             }
         )

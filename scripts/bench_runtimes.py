@@ -75,7 +75,9 @@ def grid_round(grid: Grid, nodes: list[int]) -> None:
             time.sleep(0.001)
         for reply in replies:
             if reply.has_error():
-                sys.exit(f"a client failed: {reply.error.reason} (code {reply.error.code})")
+                sys.exit(
+                    f"client error {reply.error.code}: {reply.error.reason or 'no reason given'}"
+                )
             assert unpack_arrays(reply.content.array_records["a"])["x"][0] == 1
             waiting.remove(reply.metadata.reply_to_message_id)
 

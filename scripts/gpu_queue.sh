@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in one go: tests, then the time of steps, then a long run until the end.
+# Run everything that requires a GPU: tests, step benchmarks, then training until the time limit.
 #
 #   scripts/gpu_queue.sh OUT [SECONDS]              # with a GPU; 840 seconds by default
 #   DEVICE=cpu scripts/gpu_queue.sh OUT 60          # tiny sizes, to try the script
 #
-# OUT receives the output of each part, and the run with its pictures.
+# OUT receives the log of each part and the run directory. Tests and benchmarks take at most 220
+# seconds each; training uses what is left of SECONDS, and at most 60 more to stop.
 set -uo pipefail
 mkdir -p "${1:?usage: scripts/gpu_queue.sh OUT [SECONDS]}"
 out=$(cd "$1" && pwd)
@@ -15,15 +16,15 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD FEDGEN_HOME=${FEDGEN_HOME:-$out/home}
 
 if [ "$device" = cuda ]; then
-    dpsgd=(--repeats 20) dpdm=(--rows 2048 --copies 2 --repeats 3) critics=(--critics 1000)
+    dpsgd=(--repeats 20) dpdm=(--records 2048 --copies 2 --repeats 3) critics=(--critics 1000)
     run=(experiment=dpgan_mnist_128)
 else
-    dpsgd=(--width 4 --rows 4 --repeats 1) dpdm=(--rows 4 --copies 2 --width 8 --repeats 1)
+    dpsgd=(--width 4 --rows 4 --repeats 1) dpdm=(--records 4 --copies 2 --width 8 --repeats 1)
     critics=(--critics 20 --widths 4 --rows 4 --timed 20 --steps 1 --repeats 1)
     run=(method=dpgan_small data=digits rounds=20)
 fi
 
-# part NAME COMMAND...: at most 200 seconds, and no part ends the others
+# part NAME COMMAND...: a failing part does not stop the others
 part() {
     local name=$1
     shift
@@ -36,10 +37,12 @@ part dpsgd "$python" scripts/bench_dpsgd.py --device "$device" "${dpsgd[@]}"
 part dpdm "$python" scripts/bench_dpdm.py --device "$device" "${dpdm[@]}"
 part critics "$python" scripts/bench_critics.py --device "$device" "${critics[@]}"
 
-# a run that is interrupted finishes its round; fedgen report and fedgen sample read its checkpoint
+# an interrupted run finishes its round; fedgen report and fedgen sample read its checkpoint
 remaining=$((limit - SECONDS))
 if [ "$remaining" -gt 10 ]; then
     timeout --signal=INT --kill-after=60 "$remaining" "$python" -m fedgen.cli train "${run[@]}" \
         device="$device" evaluation=none run_dir="$out/run" > "$out/run.txt" 2>&1
     echo "run: status $?, after $SECONDS s"
+else
+    echo "run: skipped, no time is left"
 fi

@@ -1,5 +1,5 @@
-"""Count the operators that torch dispatches: on a GPU each is at least one launch, and after some
-the host waits for the device."""
+"""Count the operators that torch dispatches, an upper bound on those that launch kernels, and the
+ones that synchronize with the device. Copies between host and device are not counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
+_SYNCHRONIZING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+    "equal",
+)
 
 
 class _Counting(TorchDispatchMode):
@@ -21,9 +28,13 @@ class _Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         name = func.overloadpacket.__name__
-        masks = [item for item in args[1] if item is not None] if name == "index" else []
+        masks = (
+            [item for item in args[1] if item is not None]
+            if name in ("index", "index_put_")
+            else []
+        )
         if any(str(mask.dtype) == "torch.bool" for mask in masks):
-            name = "nonzero"  # an index by a mask
+            name = "nonzero"  # boolean indexing calls nonzero
         self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -35,6 +46,6 @@ def operators(run: Callable[[], object]) -> Counter[str]:
     return counting.calls
 
 
-def waits(calls: Counter[str]) -> dict[str, int]:
-    """Return the calls after which the host waits for the device."""
-    return {name: count for name, count in calls.items() if name in _WAITING}
+def synchronizing(calls: Counter[str]) -> dict[str, int]:
+    """Return the number of calls of each operator that synchronizes."""
+    return {name: count for name, count in calls.items() if name in _SYNCHRONIZING}

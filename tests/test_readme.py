@@ -142,11 +142,11 @@ def test_the_transcript_of_the_demo_has_the_recorded_figure() -> None:
     """``scripts/results_page.py add "The demo" RUN "fedgen train experiment=demo"`` records it."""
     [line] = (ROOT / "docs" / "results" / "the-demo.jsonl").read_text().splitlines()
     results = json.loads(line)["results"]
-    real, samples = results["gen2real"]["cnn"], results["real2gen"]["cnn"]
-    low, high = (f"{100 * end:.1f}%" for end in real["interval"])
+    gen2real, real2gen = results["gen2real"]["cnn"], results["real2gen"]["cnn"]
+    low, high = (f"{100 * end:.1f}%" for end in gen2real["interval"])
     page = (ROOT / "docs" / "first-run.md").read_text()
-    assert f"gen2real cnn: {100 * real['mean']:.1f}% (95 %: {low} to {high}, of" in page
-    assert f"real2gen: {100 * samples['mean']:.1f}%" in page
+    assert f"gen2real cnn: {100 * gen2real['mean']:.1f}% (95 %: {low} to {high}, of" in page
+    assert f"real2gen: {100 * real2gen['mean']:.1f}%" in page
 
 
 def test_every_experiment_is_complete() -> None:

@@ -70,7 +70,7 @@ def test_a_script_at_its_smallest(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_queue_for_a_gpu_on_a_cpu(tmp_path: Path) -> None:
-    """Each part succeeds at tiny sizes, and leaves its output; the run leaves pictures."""
+    """Each part succeeds at tiny sizes and writes its log; training draws samples."""
     own = {**os.environ, "DEVICE": "cpu", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = ["bash", str(SCRIPTS / "gpu_queue.sh"), str(tmp_path / "out"), "3600"]
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)

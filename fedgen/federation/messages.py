@@ -48,7 +48,7 @@ _KNOWN_TYPES = ("bool", "uint8", "int16", "int32", "int64", "float32", "float64"
 _MAX_EVENT_CHARACTERS = 10_000  # characters of an event
 _MAX_TEXT = 2**20  # characters of a text
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
-_TEXTS, _OF, _COHORT, _ASKED = "texts", "of", "cohort", "asked"
+_TEXTS, _SUMMED_CLIENTS, _COHORT, _ASKED = "texts", "summed_clients", "cohort", "asked"
 _REJECTED = "rejected"
 
 
@@ -244,19 +244,20 @@ def read_texts(message: Message, length: int) -> dict[int, bytes]:
 
 
 def _read_by_client(message: Message, record: str, length: int) -> dict[int, bytes]:
+    """Return bytes by client of a record. ``length``: bytes per client; 0: a list of clients."""
     try:
         data = message.content.config_records[record]["all"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("no texts") from error
+        raise ValueError(f"record {record!r} is missing") from error
     if not isinstance(data, bytes) or len(data) < 8 or (len(data) - 8) % (8 + length):
-        raise ValueError("texts of another length")
-    texts_: dict[int, bytes] = {}
+        raise ValueError("byte strings have the wrong length")
+    by_client: dict[int, bytes] = {}
     for start in range(8, len(data), 8 + length):
         [client] = _numbers(data[start : start + 8])
-        if client in texts_:
-            raise ValueError("one client twice")
-        texts_[client] = data[start + 8 : start + 8 + length]
-    return texts_
+        if client in by_client:
+            raise ValueError("duplicate client")
+        by_client[client] = data[start + 8 : start + 8 + length]
+    return by_client
 
 
 def pack_rejected(server_round: int, clients: list[int]) -> RecordDict:
@@ -402,7 +403,9 @@ def sum_responses(replies: list[tuple[int, Message]]) -> list[Message]:
             del reply.content[_ARRAYS]
         assert total is not None
         [(_, first_reply), *_] = shares
-        first_reply.content[_OF] = _pack_by_client({client: b"" for client, _ in shares})
+        first_reply.content[_SUMMED_CLIENTS] = _pack_by_client(
+            {client: b"" for client, _ in shares}
+        )
         first_reply.content[_ARRAYS] = pack_arrays({"answer": total.view(words.dtype)})
     return [reply for _, reply in unique.values()]
 
@@ -437,8 +440,8 @@ def read_response(message: Message, aggregation: Aggregation) -> Response:
         if aggregation.adds_up and _ARRAYS not in message.content.array_records:
             return Response({}, event, unit)
         values = unpack_arrays(message.content.array_records[_ARRAYS])["answer"]
-        is_sum = aggregation.adds_up and _OF in message.content
-        clients = tuple(_read_by_client(message, _OF, 0)) if is_sum else ()
+        is_sum = aggregation.adds_up and _SUMMED_CLIENTS in message.content
+        clients = tuple(_read_by_client(message, _SUMMED_CLIENTS, 0)) if is_sum else ()
     except Exception as error:  # a client may send anything
         raise ValueError("no release") from error
     if values.dtype not in aggregation.accepted_dtypes:
@@ -447,6 +450,8 @@ def read_response(message: Message, aggregation: Aggregation) -> Response:
 
 
 def count_bytes(message: Message) -> int:
-    """Return the size of a message's content as Flower counts it, without the list of summed
-    clients, which only a process of a simulation adds."""
-    return sum(record.count_bytes() for name, record in message.content.items() if name != _OF)
+    """Return the size of a message's content as Flower counts it, excluding the list of
+    summed clients, which only simulations add."""
+    return sum(
+        record.count_bytes() for name, record in message.content.items() if name != _SUMMED_CLIENTS
+    )

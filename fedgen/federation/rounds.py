@@ -38,7 +38,7 @@ _START_SECONDS = 60.0  # until all nodes are connected
 _DEFAULT_REPLY_SECONDS = 600.0  # of a remote node outside rounds, without runtime.timeout
 _SILENT_SECONDS = 5.0  # before a message about missing nodes
 _POLL_SECONDS = 0.003
-_CHANGES_STATE = (messages.PREPARE, messages.TRAIN, messages.ASK)
+_STATE_CHANGING = (messages.PREPARE, messages.TRAIN, messages.ASK)
 
 
 class Strategy(Protocol):
@@ -65,7 +65,7 @@ class RunState:
 
     server: state of the server program.
     rounds: rounds completed.
-    tag: tag of the corresponding client states; kept_tags: last tag of each client.
+    tag: last tag sent in keep messages; kept_tags: tag of the last state that each client kept.
     spends: spend of each client as observed by the server.
     queries, samples: queries and query samples sent to each client.
     sent, received: bytes to and from each client in rounds and preparation.
@@ -153,7 +153,9 @@ class Rounds:
         trained = method.trained_per_round or clients
         turns = -(-clients // trained)  # rounds of a full rotation
         self._missed: deque[list[Failure]] = deque(maxlen=turns)
-        self._changed: set[int] = set()  # clients with a state that they have not kept
+        self._changed_clients: set[int] = (
+            set()
+        )  # their state may have changed since their last acknowledged keep message
         self._signing = False  # whether the current exchange requests signed accounts
         self._over: deque[dict[str, Failure]] = deque(maxlen=4)  # messages of the last exchanges
         self._canonical: dict[DpEvent, Spend] = {}
@@ -222,13 +224,16 @@ class Rounds:
         self._exchange(sent, "to the restore message", _acknowledged, required=1.0)
 
     def keep(self) -> None:
-        """Have each client with a new state keep it under the next tag."""
+        """Have each client with a changed state keep it under the next tag; skip all others."""
         self.state.tag += 1
         content = messages.pack_round(self.state.tag)
-        sent = [self._message(content, messages.KEEP, client) for client in sorted(self._changed)]
+        sent = [
+            self._message(content, messages.KEEP, client)
+            for client in sorted(self._changed_clients)
+        ]
         acknowledged = self._exchange(sent, "to the keep message", _acknowledged)
         self.state.kept_tags |= dict.fromkeys(acknowledged, self.state.tag)
-        self._changed -= acknowledged.keys()
+        self._changed_clients -= acknowledged.keys()
 
     def forget(self) -> None:
         """Have each client delete its state: critics have seen private records and are no longer
@@ -563,8 +568,8 @@ class Rounds:
         self.grid.push_messages(sent)
         for message in sent:
             client = self._clients[message.metadata.dst_node_id]
-            if message.metadata.message_type in _CHANGES_STATE:
-                self._changed.add(client)
+            if message.metadata.message_type in _STATE_CHANGING:
+                self._changed_clients.add(client)
             if not message.metadata.message_id:  # the node is no longer registered
                 failures.append(self._fail("unavailable", client))
                 continue

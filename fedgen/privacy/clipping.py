@@ -40,7 +40,7 @@ from fedgen.privacy.ghost_norms import (
     row_norms,
     scale_rows,
     squared_norms,
-    without_infinite,
+    zero_nonfinite,
 )
 
 # TF32 convolutions, the default of cuDNN, would round sums more than their clipped norms allow
@@ -112,10 +112,11 @@ def clipped_mean(sums: Sequence[ClippedSum], count: int, clip: float) -> Clipped
 def clipping_factors(norms: Tensor, clip: float, margin: float = _ROUNDING_MARGIN) -> Tensor:
     """Return the factor of each example's gradient; zero for a gradient that is not finite, or too
     long to scale in single precision. ``margin``: fraction of ``clip`` to clip to; the rest covers
-    rounding.
+    rounding. With infinite ``clip``, the factor of a non-finite gradient is NaN, so that training
+    without privacy does not hide it.
     """
     if math.isinf(clip):
-        return torch.ones_like(norms)
+        return torch.where(norms.isfinite(), 1.0, math.nan)
     scale = (clip * margin / norms).clamp(max=1.0)
     return torch.where(norms < _MAX_NORM, scale, 0.0)
 
@@ -123,7 +124,8 @@ def clipping_factors(norms: Tensor, clip: float, margin: float = _ROUNDING_MARGI
 def clip_rows(rows: Tensor, clip: float) -> Tensor:
     """Scale each row (all but the first dimension) to L2 norm at most ``clip``.
 
-    A row that contains NaN or infinity, or whose norm overflows, becomes zero.
+    With a finite ``clip``, a row that contains NaN or infinity, or whose norm overflows, becomes
+    zero; without clipping, a row that is not finite becomes NaN.
     """
     return scale_rows(rows, clipping_factors(row_norms(rows), clip).to(rows))
 
@@ -190,10 +192,10 @@ def clipped_sum(
         factors = clipping_factors(norms[-1], clip, _SUM_MARGIN)
         for name, weight_uses in uses.items():
             for use in weight_uses:
-                of_chunk = use.summed(factors).view_as(weights[name]).double()
-                total[name] = total[name].add_(of_chunk) if name in total else of_chunk
-    unused = {name: value for name, value in weights.items() if name not in total}
-    return ClippedSum(total | _zeros_like(unused), torch.cat(norms), clip, _SEAL)
+                chunk_sum = use.summed(factors).view_as(weights[name]).double()
+                total[name] = total[name].add_(chunk_sum) if name in total else chunk_sum
+    uncalled = {name: value for name, value in weights.items() if name not in total}
+    return ClippedSum(total | _zeros_like(uncalled), torch.cat(norms), clip, _SEAL)
 
 
 def examples_at_once(device: str) -> int:
@@ -202,7 +204,7 @@ def examples_at_once(device: str) -> int:
 
 
 def _zeros_like(weights: Weights) -> dict[str, Tensor]:
-    """Return the sum of no gradients."""
+    """Return zero gradients in double precision."""
     return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
 
 
@@ -331,9 +333,9 @@ def symmetric_from_triangle(triangles: Tensor, side: int) -> Tensor:
 
 
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor], factors: Tensor) -> None:
-    """Add the gradients of examples, scaled; those with factor zero are ignored."""
+    """Add the sum of the gradients of examples times ``factors``."""
     for name, gradient in gradients.items():
-        total[name] += torch.tensordot(factors.to(gradient), without_infinite(gradient), 1)
+        total[name] += torch.tensordot(factors.to(gradient), zero_nonfinite(gradient), 1)
 
 
 def _check_independent(
@@ -420,8 +422,11 @@ def _backward(
             torch.enable_grad(),
             _matmul_precision(precision, inputs[0].device.type),
         ):
-            # without its own history: copies would be made for nothing
-            fixed = {n: v.detach() if v.requires_grad else v for n, v in weights.items()}
+            # weights are constants here; detach() only where needed, each call is an operator
+            fixed = {
+                name: value.detach() if value.requires_grad else value
+                for name, value in weights.items()
+            }
             outputs = functional_call(module, fixed, tuple(tensor.detach() for tensor in inputs))
             loss = losses(_to_single(outputs)).sum() / copies
     finally:

@@ -71,9 +71,9 @@ def rounded_gaussian(
         noisy = z.mul_(torch.where(bits < 0, 1.0, -1.0))  # the top bit is the sign
         noisy = noisy.mul_(std).add_(remainder)
         shift = noisy.round()
-        # false for a mean that is not finite; the host waits for nothing else
+        # also false for non-finite means, so that nonzero() alone synchronizes with the device
         is_decided = (noisy.sub_(shift).abs_() < 0.5 - _ERROR) & (magnitude >= _MIN_MAGNITUDE)
-        for index in is_decided.logical_not_().nonzero().flatten().tolist():
+        for index in is_decided.logical_not().nonzero().flatten().tolist():
             if not bool(means[start + index].isfinite()):
                 raise ValueError("a mean must be finite")
             further = streams.at(*where, "more", start + index)

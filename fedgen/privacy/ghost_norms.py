@@ -43,15 +43,14 @@ def squared_row_norms(rows: Tensor) -> Tensor:
 
 
 def scale_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Return rows (n, ...) times factors. Entries that are not finite become zero: only rows with
-    factor zero have any (``clipping_factors``)."""
-    factor = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
-    return without_infinite(rows * factor)
+    """Return rows (n, ...) times factors. Non-finite entries count as zero: the factor of their
+    row is zero, or NaN if nothing is clipped (``clipping_factors``)."""
+    return zero_nonfinite(rows) * factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
 
 
-def without_infinite(rows: Tensor) -> Tensor:
-    """Replace entries that are not finite by zero. Multiplied by zero they would be NaN; a mask of
-    rows would need more operations, an index of rows would wait for the device."""
+def zero_nonfinite(rows: Tensor) -> Tensor:
+    """Return rows with non-finite entries replaced by zero, because zero times infinity is NaN.
+    Masking rows takes more operators; boolean indexing synchronizes with the device."""
     return torch.nan_to_num(rows, 0.0, 0.0, 0.0)
 
 
@@ -76,7 +75,9 @@ class Product:
         """Return the gradient of each example, with entries in any order (n, weights), and an upper
         bound on the sum of the absolute values of its products (n,)."""
         x = self.x()  # once: convolutions recompute it
-        return _by_group(self.y, x.transpose(2, 3)).flatten(1), row_norms(x) * row_norms(self.y)
+        return _grouped_matmul(self.y, x.transpose(2, 3)).flatten(1), row_norms(x) * row_norms(
+            self.y
+        )
 
     @property
     def gradient_is_smaller(self) -> bool:
@@ -89,7 +90,7 @@ class Product:
         ``_cancellation``)."""
         if self.y.shape[1] * self.y.shape[3] == 1:
             return (row_norms(self.x()) * row_norms(self.y)).square()
-        x, y = self.gram(), _by_group(self.y.transpose(2, 3), self.y)
+        x, y = self.gram(), _grouped_matmul(self.y.transpose(2, 3), self.y)
         trace_x, trace_y = (gram.diagonal(dim1=2, dim2=3).double().sum((1, 2)) for gram in (x, y))
         squares = (x * y).double().sum((1, 2, 3))
         return squares + _cancellation((trace_x * trace_y).sqrt())
@@ -188,7 +189,7 @@ class Materialized:
 
     def summed(self, factors: Tensor) -> Tensor:
         """Return the scaled sum over examples."""
-        return factors.to(self.gradients) @ without_infinite(self.gradients)
+        return factors.to(self.gradients) @ zero_nonfinite(self.gradients)
 
 
 Use = SingleUse | Materialized
@@ -224,14 +225,14 @@ def _linear(layer: nn.Linear, inputs: Tensor, output_gradient: Tensor) -> dict[s
     )
 
     def weighted_sum(factors: Tensor) -> Tensor:
-        return scale_rows(y, factors).flatten(0, 1).T @ without_infinite(x).flatten(0, 1)
+        return scale_rows(y, factors).flatten(0, 1).T @ zero_nonfinite(x).flatten(0, 1)
 
     columns, rows = x.transpose(1, 2)[:, None], y.transpose(1, 2)[:, None]
     product = Product(
         lambda: columns,
         rows,
         x.shape[2],
-        lambda: _by_group(columns.transpose(2, 3), columns),
+        lambda: _grouped_matmul(columns.transpose(2, 3), columns),
         weighted_sum,
     )
     return {"weight": product, "bias": SmallWeight(y.sum(1))}
@@ -244,7 +245,7 @@ def _convolution(
 
     def weighted_sum(factors: Tensor) -> Tensor:
         weight_gradient: Tensor = conv2d_weight(
-            without_infinite(inputs),
+            zero_nonfinite(inputs),
             size,
             scale_rows(output_gradient, factors),
             **geometry,
@@ -269,7 +270,7 @@ def _transposed(
         weight_gradient: Tensor = conv2d_weight(
             scale_rows(output_gradient, factors),
             size,
-            without_infinite(inputs),
+            zero_nonfinite(inputs),
             **geometry,
             groups=layer.groups,
         )
@@ -318,7 +319,7 @@ def _patches(
                 images, positions.shape[2:], kernel, stride, geometry["padding"], groups
             )
         x = columns()
-        return _by_group(x.transpose(2, 3), x)
+        return _grouped_matmul(x.transpose(2, 3), x)
 
     width = images.shape[1] // groups * math.prod(kernel)
     return Product(columns, _grouped(positions.flatten(2), groups), width, gram, weighted_sum)
@@ -358,7 +359,7 @@ def _patch_gram(
     )  # drop pixels outside all patches
     split = padded.view(count, groups, -1, rows, down, columns, right)
     cells = split.permute(0, 1, 2, 4, 6, 3, 5).reshape(count, groups, -1, rows * columns)
-    products = _by_group(cells.transpose(2, 3), cells).view(
+    products = _grouped_matmul(cells.transpose(2, 3), cells).view(
         count, groups, rows, columns, rows, columns
     )
     shifted = (
@@ -368,9 +369,9 @@ def _patch_gram(
     return gram.reshape(count, groups, high * wide, high * wide)
 
 
-def _by_group(left: Tensor, right: Tensor) -> Tensor:
-    """Return the matrix products (n, g, a, c) of (n, g, a, b) and (n, g, b, c), like ``left @
-    right`` with half as many operators."""
+def _grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return the matrix products (n, g, a, c) of (n, g, a, b) and (n, g, b, c): ``left @ right``
+    with about half as many dispatched operators."""
     products = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
     return products.view(*left.shape[:2], *products.shape[1:])
 

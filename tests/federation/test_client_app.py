@@ -37,7 +37,7 @@ from fedgen.privacy.events import canonical
 from fedgen.privacy.ledger import Ledger
 from fedgen.randomness import Mode, RandomStreams
 
-identify_process(1)  # messages are created without a grid, too
+identify_process(1)  # some messages are created before any grid exists
 Ask = Callable[[int], Message]
 CONTEXT = Context(1, 2, {"partition-id": 0}, RecordDict(), {})
 
@@ -55,10 +55,10 @@ def make_context(folder: Path, noise: Mode) -> ClientContext:
 
 @pytest.fixture
 def ask(client_context: ClientContext) -> Ask:
-    return ask_of(client_context)
+    return make_ask(client_context)
 
 
-def ask_of(client_context: ClientContext) -> Ask:
+def make_ask(client_context: ClientContext) -> Ask:
     method = make(noise=1.0)
     server = method.server.init(STREAMS)
     grid = InProcessGrid(client_app(lambda _: client_context), 1, timeout=60, serialize=False)
@@ -75,16 +75,16 @@ def ask_of(client_context: ClientContext) -> Ask:
 
 @kills(
     "fedgen/federation/client/app.py",
-    'keeps_response = ctx.streams.mode == "secure"',
-    'keeps_response = ctx.streams.mode != "secure"',
+    'caches_response = ctx.streams.mode == "secure"',
+    'caches_response = ctx.streams.mode != "secure"',
 )
 @pytest.mark.parametrize("noise", ["seeded", "secure"])
 def test_a_repeated_query_gets_the_same_response_without_a_charge(
     noise: Mode, tmp_path: Path
 ) -> None:
-    """A seeded response is computed again, a secret one is kept: its noise would be new."""
+    """A seeded response is recomputed; one with secret noise is stored: its noise would be new."""
     client_context = make_context(tmp_path, noise)
-    ask = ask_of(client_context)
+    ask = make_ask(client_context)
     first, again, next_ = (messages.read_response(ask(r), LOCAL) for r in (0, 0, 1))
     assert (first.arrays["answer"] == again.arrays["answer"]).all()
     assert (first.arrays["answer"] != next_.arrays["answer"]).any()
@@ -132,12 +132,12 @@ def test_no_kind_of_release_is_charged_more_often_than_planned(
         "    if not charged:  # before the response is sent\n"
         "        ctx.ledger.charge(server_round, query_digest, query.count, "
         "response.event)\n"
-        "    kept = response if keeps_response else None\n"
-        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, kept)\n"
+        "    cached = response if caches_response else None\n"
+        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, cached)\n"
     ),
     (
-        "    kept = response if keeps_response else None\n"
-        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, kept)\n"
+        "    cached = response if caches_response else None\n"
+        "    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, cached)\n"
         "    ctx.ledger.charge(server_round, query_digest, query.count, "
         "response.event)\n"
     ),
@@ -161,9 +161,9 @@ def test_a_charge_precedes_the_response(
     "return response",
 )
 def test_a_charged_response_is_sent_again_after_a_death(tmp_path: Path) -> None:
-    """The same bits, once, to the same query alone; another query is another release."""
+    """The stored response is sent once, for the same query; another query is a new release."""
     client_context = make_context(tmp_path, "secure")
-    ask = ask_of(client_context)
+    ask = make_ask(client_context)
     limits = canonical(make(noise=1.0).plan.server_event(12))
     client_context.terms = replace(client_context.terms, stores_response=True, limits=limits)
     first = messages.read_response(ask(0), LOCAL)

@@ -145,8 +145,8 @@ def test_masked_sums_are_bit_identical_to_the_ideal_sum(train: Train, kind: list
 def test_sums_of_all_runtimes_are_bit_identical(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Added up in one process, and in actors, some of which die; masked between actors; separate in
-    Flower's engine. Bytes are counted as if each client sent its own message."""
+    """Whether responses are added in one process or in actors that may die, masked between actors,
+    or sent separately by Flower's engine. Byte counts are those of separate messages."""
     kind, sent, arrived, count = OF_SUMS["gradients"], {}, Counter[str](), messages.count_bytes
 
     def counting(message: Message) -> int:

@@ -226,7 +226,7 @@ def test_masked_words_are_uniform() -> None:
     masked = {c: each.mask(zeros) for c, each in maskers.items()}
     late = masked[0].copy()
     for other in range(1, 5):
-        late -= stream(maskers[0]._pair(other), len(late), late.dtype)
+        late -= stream(maskers[0]._mask_key_with(other), len(late), late.dtype)
     seen = [*masked.values(), masked[0] - masked[1], late, late - masked[2]]
     for each in seen:
         counts = np.bincount(each >> np.uint32(24), minlength=256)
@@ -256,10 +256,10 @@ def test_masks_are_those_of_aes() -> None:
     keys = {c: each.announce() for c, each in pair.items()}
     for each in pair.values():
         each.seal_shares(keys)
-    assert pair[0]._pair(1) == pair[1]._pair(0)
+    assert pair[0]._mask_key_with(1) == pair[1]._mask_key_with(0)
     other = Masker(0, FIVE, b"run/2", pair[0]._mask_key, pair[0]._box_key)
     other.seal_shares({**keys, 0: other.announce()})
-    assert pair[0]._pair(1) != other._pair(1)
+    assert pair[0]._mask_key_with(1) != other._mask_key_with(1)
 
 
 @kills(
@@ -281,9 +281,9 @@ def test_a_variant_of_a_key_shares_no_mask_with_it(variant: str) -> None:
         own = pow(int.from_bytes(own, "little"), -1, prime).to_bytes(32, "little")
     keys[4] = own + keys[4][32:]
     maskers[1]._keys = keys
-    private = maskers[1]._mask_private
+    private = maskers[1]._mask_private_key
     assert masking._agree(private, keys[0][:32]) == masking._agree(private, keys[4][:32])
-    assert maskers[1]._pair(0) != maskers[1]._pair(4)
+    assert maskers[1]._mask_key_with(0) != maskers[1]._mask_key_with(4)
 
 
 @kills(

@@ -227,18 +227,18 @@ def test_a_run_moves_from_runtime_to_runtime(tmp_path: Path) -> None:
 
 @kills(
     "fedgen/federation/rounds.py",
-    "self._changed -= acknowledged.keys()",
+    "self._changed_clients -= acknowledged.keys()",
     "pass",
 )
 def test_clients_keep_new_states_only(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DP-MERF queries its clients once; checkpoints of later rounds send them nothing."""
+    """DP-MERF queries its clients once; checkpoints after later rounds send no keep messages."""
     kept, keep = [], ClientStore.keep
 
-    def recorded(own: ClientStore, client: int, tag: int) -> None:
+    def record_keep(store: ClientStore, client: int, tag: int) -> None:
         kept.append(client)
-        keep(own, client, tag)
+        keep(store, client, tag)
 
-    monkeypatch.setattr(ClientStore, "keep", recorded)
+    monkeypatch.setattr(ClientStore, "keep", record_keep)
     clients = ["partition=iid", "partition.clients=3"]
     train("method=dp_merf_small", *clients, "rounds=4", "runtime.checkpoint_every=1")
     assert sorted(kept) == [0, 1, 2]

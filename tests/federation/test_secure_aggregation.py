@@ -226,7 +226,7 @@ def test_actors_add_up_words() -> None:
     replies.append(replies[1])  # once more: it counts once
     size = messages.count_bytes(replies[0][1])
     summed = messages.sum_responses(replies)
-    assert messages.count_bytes(summed[0]) == size, "a client would send no list of others"
+    assert messages.count_bytes(summed[0]) == size, "the list of summed clients counts"
     result = [messages.read_response(each, Secure(5, 5, 0)) for each in summed]
     assert [bool(each.arrays) for each in result] == [True, False, False, False, True]
     assert result[0].clients == (0, 1, 2, 3) and result[4].clients == (4,)
@@ -236,11 +236,11 @@ def test_actors_add_up_words() -> None:
 
 @kills(
     "fedgen/federation/runtimes/in_process.py",
-    "if self._sums:\n            return",
-    "if not self._sums:\n            return",
+    "if self._sums_responses:\n            return",
+    "if not self._sums_responses:\n            return",
 )
-def test_one_process_holds_few_responses_at_a_time() -> None:
-    """The server reads sums over slices of the clients: of 600 responses, three."""
+def test_one_process_sums_responses_in_groups_of_256() -> None:
+    """600 responses reach the server as three sums."""
     app, ones = ClientApp(), np.ones((1, 4), np.int32)
 
     @app.query("ask")

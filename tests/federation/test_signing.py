@@ -104,7 +104,7 @@ def revealed(
 def rejected(home: ClientContext, book: Mapping[int, bytes]) -> set[int]:
     """Return whose announcements a client rejects; it sends no shares then."""
     reply = asked(app._shares(home, asked(messages.pack_texts(0, book))))
-    with pytest.raises(ValueError, match="no texts"):
+    with pytest.raises(ValueError, match="is missing"):
         messages.read_texts(reply, SHARE_BYTES)
     return messages.read_rejected(reply)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mutation import kills
-from operators import operators, waits
+from operators import operators, synchronizing
 from tiny import SHARD, STREAMS
 from torch.func import functional_call
 
@@ -202,13 +202,12 @@ def test_guidance_needs_training_without_labels(
 
 
 def test_a_step_calls_few_operators() -> None:
-    """Of forward and backward pass, norms and sums, for each weight of the network and chunk of a
-    batch. The host waits once: for the entries of the noise that double precision does not
-    decide."""
+    """At most 32 for each weight and chunk. A step synchronizes once, to find the entries of the
+    noise that double precision leaves undecided."""
     method = make(1.0)
-    answer(method, SHARD)  # the check for independent examples, once
+    answer(method, SHARD)  # warm-up: checks once that examples are independent
     calls = operators(lambda: answer(method, SHARD))
     weights = part(method.server.init(STREAMS), "generator")
     chunks = 3  # of 21 records with 3 copies
     assert sum(calls.values()) <= 32 * len(weights) * chunks
-    assert waits(calls) == {"nonzero": 1}
+    assert synchronizing(calls) == {"nonzero": 1}

@@ -19,7 +19,7 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 from mutation import kills
-from operators import operators, waits
+from operators import operators, synchronizing
 from tiny import SHARD, STREAMS, Train, noised
 from torch import Tensor
 from torch.func import functional_call, grad
@@ -394,12 +394,12 @@ def test_a_loss_is_published_by_its_name(train: Train, tmp_path: Path) -> None:
 
 @kills(
     "fedgen/privacy/ghost_norms.py",
-    "return factors.to(self.gradients) @ without_infinite(self.gradients)",
+    "return factors.to(self.gradients) @ zero_nonfinite(self.gradients)",
     "return factors[factors != 0].to(self.gradients) @ self.gradients[factors != 0]",
 )
 def test_a_step_calls_few_operators() -> None:
-    """For a batch in one chunk, regardless of the width of the networks. The host waits once: for
-    the entries of the noise that double precision does not decide."""
+    """At most 600 for a batch in one chunk. A step synchronizes once, to find the entries of the
+    noise that double precision leaves undecided."""
     method = make(noise=1.0)
     state = method.server.init(STREAMS)
 
@@ -409,8 +409,8 @@ def test_a_step_calls_few_operators() -> None:
         )
         method.client.respond({}, query, SHARD, 0, STREAMS)
 
-    respond(1)  # the check for independent examples, once
+    respond(1)  # warm-up: checks once that examples are independent
     calls = operators(lambda: respond(3))
     calls.subtract(operators(lambda: respond(2)))
     assert sum(calls.values()) <= 600
-    assert waits(calls) == {"nonzero": 1}
+    assert synchronizing(calls) == {"nonzero": 1}

@@ -22,6 +22,7 @@ from fedgen.privacy.clipping import (
     Precision,
     by_opacus,
     by_vmap,
+    clip_rows,
     clipped_sum,
     joint_sum,
     sum_of_outer_products,
@@ -290,8 +291,8 @@ def test_an_empty_batch_gives_a_zero_sum() -> None:
 
 @kills(
     "fedgen/privacy/clipping.py",
-    "total | _zeros_like(unused)",
-    "total or _zeros_like(unused)",
+    "total | _zeros_like(uncalled)",
+    "total or _zeros_like(uncalled)",
 )
 def test_a_layer_that_is_not_called_has_a_zero_gradient() -> None:
     class Partly(nn.Module):
@@ -326,6 +327,24 @@ def test_a_non_finite_example_contributes_zero_and_others_are_unchanged(
         return
     for key, value in alone.gradients.items():
         assert torch.allclose(ours.gradients[key], value, atol=1e-5)
+
+
+@kills(
+    "fedgen/privacy/clipping.py",
+    "return torch.where(norms.isfinite(), 1.0, math.nan)",
+    "return torch.ones_like(norms)",
+)
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv transposed", "norms", "conv twice"])
+def test_without_clipping_a_non_finite_example_is_not_hidden(name: str) -> None:
+    torch.manual_seed(2)
+    make, data = NETWORKS[name]
+    module, rows = make(), data(6)
+    rows[3, 0] = math.nan
+    summed = clipped_sum(module, weights_of(module), (rows,), losses, math.inf)
+    assert all(value.isnan().all() for value in summed.gradients.values())
+    assert clip_rows(rows.flatten(1), math.inf).isnan().all(1).tolist() == [
+        row == 3 for row in range(6)
+    ]
 
 
 @kills(

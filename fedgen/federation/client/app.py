@@ -72,8 +72,8 @@ def client_app(
     """Return the app. It captures no data: ``find_context`` looks the client up by the message's
     context. ``without_server``: see ``LocalNodes``.
 
-    A repeated message receives the same reply, so that nothing is charged twice. A client handles
-    one message at a time, in any process or thread.
+    A repeated message receives the same reply or, for a masked sum, an error; nothing is charged
+    twice. A client handles one message at a time, in any process or thread.
     """
     app = ClientApp(mods=list(mods))
 
@@ -336,12 +336,12 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     if ctx.terms.account is not None and (ctx.store.folder(ctx.index) / _SIGNED).exists():
         raise PastRoundError  # the signed account would be too small
     last_round = ctx.store.last_round(ctx.index, messages.ASK)
-    # a seeded response is computed again, to the same bits; a masked one is never sent again
-    keeps_response = ctx.streams.mode == "secure" and not ctx.terms.masked_sums
-    if last_round == server_round and keeps_response:
+    # a seeded response is recomputed bit for bit; a masked one is sent once: keys mask one message
+    caches_response = ctx.streams.mode == "secure" and not ctx.terms.masked_sums
+    if last_round == server_round and caches_response:
         return messages.pack_response(ctx.store.response(ctx.index))
-    is_past = last_round is not None and server_round < last_round
-    if is_past or (last_round == server_round and ctx.terms.masked_sums):
+    is_earlier = last_round is not None and server_round < last_round
+    if is_earlier or (last_round == server_round and ctx.terms.masked_sums):
         raise PastRoundError
     if ctx.streams.mode == "secure" and server_round <= ctx.responded_round:
         raise PastRoundError  # restoring the state does not undo a response
@@ -386,8 +386,8 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
         ctx.store.store_response(ctx.index, query_digest, response)
     if not charged:  # before the response is sent
         ctx.ledger.charge(server_round, query_digest, query.count, response.event)
-    kept = response if keeps_response else None
-    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, kept)
+    cached = response if caches_response else None
+    ctx.store.commit(ctx.index, messages.ASK, server_round, {}, cached)
     return _outgoing(ctx, response, message)
 
 

@@ -149,7 +149,7 @@ class ClientContexts:
 
     def get(self, client: int) -> ClientContext:
         """Return the context of a client."""
-        with self._lock:  # one context per client: it stores the last response
+        with self._lock:  # one context per client: it may store the last response
             if client not in self._contexts:
                 try:
                     self._contexts[client] = self._build(client)

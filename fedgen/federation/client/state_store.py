@@ -1,4 +1,5 @@
-"""State of a client between rounds: named parts, in memory or on disk, and its last response.
+"""State of a client between rounds: named parts, in memory or on disk, and its last
+response if its noise is secret and no masks protect it.
 
 A part is written to a new file, and the manifest of the client, replaced atomically, lists the
 current files: a process that dies in between leaves the state of the last commit, and any other
@@ -37,7 +38,7 @@ _REMEDY = "restore the run directory from a backup, or start a new run"
 @dataclass
 class _Entry:
     """One client: parts in memory (memory store), files on disk, the last round of each kind of
-    message, and the event of the last response.
+    message, and the event of the last response, if that is stored.
 
     history: digest of everything that the state depends on except the client's records.
     version: version of the manifest on disk that this is a copy of.

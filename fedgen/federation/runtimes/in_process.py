@@ -22,8 +22,8 @@ from fedgen.federation.runtimes.local_nodes import (
 )
 from fedgen.federation.runtimes.server_app import start
 
-_SLICE_SECONDS = 0.05  # time slice of handling messages
-_SUMMED_AT_ONCE = 256  # responses in memory at a time
+_SLICE_SECONDS = 0.05  # time per pull without sums
+_MESSAGES_PER_SUM = 256  # messages per pull with sums
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     """Run a ServerApp against the ClientApp; see ``InProcessGrid`` for the settings."""
     del rebuild  # nothing is rebuilt
     app = client_app(ClientContexts(setup), setup.mods, without_server=False)
-    # a reply that a simulated fault delays must not contain the responses of others
+    # not with simulated faults (mods): a delayed reply would hold back the responses of others
     sums = setup.terms.aggregation.adds_up and not setup.terms.masked_sums and not setup.mods
     start(server, InProcessGrid(app, clients, timeout, serialize, sums))
 
@@ -52,7 +52,8 @@ class InProcessGrid(LocalGrid):
         timeout: deadline of a client for a message of a round, in seconds; a later response is
             discarded, because the client cannot be interrupted.
         serialize: serialize each message as a network would.
-        sums: whether responses are summed before the server reads them.
+        sums: whether to sum responses within the process, up to 256 at a time; for sums without
+            masks.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class InProcessGrid(LocalGrid):
         sums: bool = False,
     ) -> None:
         super().__init__(clients)
-        self._sums = sums
+        self._sums_responses = sums
         self._local, self._timeout, self._serialize = (
             LocalNodes(app, clients, without_server=False),
             timeout,
@@ -81,10 +82,10 @@ class InProcessGrid(LocalGrid):
         for name in ids:
             if name in self._pending:
                 replies.append(self._handle(self._pending.pop(name)))
-                enough = len(replies) == _SUMMED_AT_ONCE if self._sums else time.monotonic() > end
-                if enough:
+                is_full = len(replies) == _MESSAGES_PER_SUM
+                if is_full if self._sums_responses else time.monotonic() > end:
                     break
-        if self._sums:
+        if self._sums_responses:
             return sum_responses(
                 [(node_client(reply.metadata.src_node_id), reply) for reply in replies]
             )

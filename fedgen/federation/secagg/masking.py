@@ -199,7 +199,9 @@ class Masker:
     _digest: bytes = b""
     _graph: Graph | None = None
     _shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
-    _boxes: dict[int, bytes] = field(default_factory=dict, repr=False)  # until shares are opened
+    _box_secrets: dict[int, bytes] = field(
+        default_factory=dict, repr=False
+    )  # until shares are opened
     _opened: bool = False
     _used: bool = False
     _revealed: bool = False
@@ -207,8 +209,8 @@ class Masker:
 
     def announce(self) -> bytes:
         """Return the public keys of masks and of boxes, and the commitment to the seed."""
-        private = self._mask_private, self._box_private
-        keys = b"".join(key.public_key().public_bytes_raw() for key in private)
+        private_keys = self._mask_private_key, self._box_private_key
+        keys = b"".join(key.public_key().public_bytes_raw() for key in private_keys)
         return keys + _commitment(self._seed, self.context)
 
     def seal_shares(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -272,7 +274,7 @@ class Masker:
                 self._shares[other] = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
         if broken:
             self._shares.clear()
-        self._boxes.clear()
+        self._box_secrets.clear()
         return broken
 
     @property
@@ -291,7 +293,7 @@ class Masker:
         self._used = True
         masked = words + stream(self._seed, len(words), words.dtype)
         for other in self._shares.keys() - {self.client}:
-            pair = stream(self._pair(other), len(words), words.dtype)
+            pair = stream(self._mask_key_with(other), len(words), words.dtype)
             (np.add if self.client < other else np.subtract)(masked, pair, out=masked)
         return masked
 
@@ -323,17 +325,17 @@ class Masker:
             # its mask is not part of this client's message, which would be exposed in the sum
             raise MaskingError("a neighbour responded, but its shares did not arrive")
 
-    @cached_property  # a private key takes as long to load as an agreement
-    def _mask_private(self) -> X25519PrivateKey:
+    @cached_property  # loading a private key costs as much as a key agreement
+    def _mask_private_key(self) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(self._mask_key)
 
     @cached_property
-    def _box_private(self) -> X25519PrivateKey:
+    def _box_private_key(self) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(self._box_key)
 
-    def _pair(self, other: int) -> bytes:
+    def _mask_key_with(self, other: int) -> bytes:
         public = self._keys[other][:32]
-        return _pair_key(self._mask_private, public, self.client, other, self.context)
+        return _pair_key(self._mask_private_key, public, self.client, other, self.context)
 
     def _associated_data(self, source: int, target: int) -> bytes:
         """Return the associated data of a seal: dealer, recipient and a digest of all keys."""
@@ -341,10 +343,10 @@ class Masker:
 
     def _box(self, other: int, of_other: bool = False) -> ChaCha20Poly1305:
         pair = (other, self.client) if of_other else (self.client, other)
-        if other not in self._boxes:  # one agreement for both directions
-            self._boxes[other] = _agree(self._box_private, self._keys[other][32:64])
+        if other not in self._box_secrets:  # serves both directions
+            self._box_secrets[other] = _agree(self._box_private_key, self._keys[other][32:64])
         purpose = b"box" + self.context + _names(*pair)
-        return ChaCha20Poly1305(_derive(self._boxes[other], purpose))
+        return ChaCha20Poly1305(_derive(self._box_secrets[other], purpose))
 
 
 def unmask(
@@ -439,16 +441,16 @@ def _public(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def _agree(private: X25519PrivateKey, other: bytes) -> bytes:
-    """Return the secret that two clients share."""
+def _agree(private: X25519PrivateKey, public: bytes) -> bytes:
+    """Return the X25519 shared secret. Raises MaskingError for an invalid public key."""
     try:
-        return private.exchange(X25519PublicKey.from_public_bytes(other))
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
         raise MaskingError("invalid key") from error
 
 
 def _derive(shared: bytes, purpose: bytes) -> bytes:
-    """Return the key that two clients derive for one purpose."""
+    """Derive a 32-byte key for one purpose from a shared secret."""
     return HKDF(SHA256(), 32, None, b"fedgen/" + purpose).derive(shared)
 
 

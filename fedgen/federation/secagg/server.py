@@ -120,6 +120,7 @@ class MaskedSum:
         for response in responses.values():
             total += response.arrays["answer"].reshape(-1).view(total.dtype)
         words = self._unmask(total, dealt, set(responses), dropouts, revealed)
+        # a client's own list of summed clients is not trusted
         without_arrays = {
             client: replace(item, arrays={}, clients=()) for client, item in responses.items()
         }
