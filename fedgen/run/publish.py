@@ -110,7 +110,7 @@ def registry_facts(
         "labels": published_names(ready),
         "method": {"type": ready.config.method.type},
     }
-    environment = RunDir.open(run_dir.path, "run_dir")[2].get("environment", {"fedgen": VERSION})
+    environment = run_dir.identity().get("environment", {"fedgen": VERSION})
     return facts(record, generator, words, environment)
 
 

@@ -583,7 +583,7 @@ class Training:
                 if text["clients"][0][0] not in lost
             ]
         else:
-            settings_digest = RunDir.open(self.run_dir.path, "run_dir")[2]["settings"]
+            settings_digest = self.run_dir.identity()["settings"]
             signer = Signer(load_or_create_key(fedgen_home() / MACHINE_KEY), None)
             accounts = self.accounts.signed_account(
                 state, stopped, self.name, settings_digest, signer

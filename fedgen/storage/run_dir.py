@@ -173,7 +173,7 @@ class RunDir:
                 (path / name).lstat()  # another folder may contain links
             check_no_links(path, key)
             config = OmegaConf.create(read_yaml(path / "config.yaml"))
-            identity = read_json(path / "run.json")
+            identity = cls(path).identity()
             for name in ("run", "data", "settings", "device", "branch"):
                 identity[name]
         # AssertionError: of OmegaConf, for a file with one scalar
@@ -185,6 +185,15 @@ class RunDir:
         if not isinstance(config, DictConfig):
             raise FedgenError(key, f"{path}/config.yaml was altered", "restore it")
         return cls(path), config, identity
+
+    def identity(self) -> dict[str, Any]:
+        """Return what ``create`` recorded about the run.
+
+        Raises:
+            OSError, ValueError: if it was altered.
+        """
+        identity: dict[str, Any] = read_json(self.path / "run.json")
+        return identity
 
     def add_metrics(self, line: dict[str, Any]) -> None:
         """Append a line of metrics, independent of the clock, so that runs can be compared."""
