@@ -7,7 +7,7 @@ Files are searched under ``data.root`` (default: the environment variable FEDGEN
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -353,13 +353,7 @@ def build_dataset(
             "they must be square, with one or three channels, and the same in both splits",
         )
     arrays = {"images": images, "labels": labels, "clients": writers, "persons": persons}
-    sizes = {what: len(array) for what, array in arrays.items() if array is not None}
-    tests = {"images": len(test_images), "labels": len(test_labels)}
-    for split, split_sizes in (("to train on", sizes), ("to test on", tests)):
-        if len(set(split_sizes.values())) > 1:
-            counted = ", ".join(f"{count:,} {what}" for what, count in split_sizes.items())
-            problem = f"{name} has {counted} {split}"
-            raise FedgenError("data", problem, "give one of each for every image")
+    _check_lengths(name, arrays, {"images": test_images, "labels": test_labels})
     if not len(labels):
         problem = f"{name} has no training images and {len(test_labels):,} test images"
         remedy = "provide both splits: folders train/ and test/, a column split, or archives"
@@ -387,3 +381,17 @@ def build_dataset(
         data_warnings,
         suggested_person,
     )
+
+
+def _check_lengths(
+    name: str,
+    train: Mapping[str, NDArray[np.generic] | None],
+    test: Mapping[str, NDArray[np.generic]],
+) -> None:
+    """Raise FedgenError unless each split has as many of everything."""
+    for split, arrays in (("to train on", train), ("to test on", test)):
+        sizes = {what: len(array) for what, array in arrays.items() if array is not None}
+        if len(set(sizes.values())) > 1:
+            counted = ", ".join(f"{count:,} {what}" for what, count in sizes.items())
+            problem = f"{name} has {counted} {split}"
+            raise FedgenError("data", problem, "give one of each for every image")

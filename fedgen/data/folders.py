@@ -26,6 +26,7 @@ import os
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -127,16 +128,14 @@ def folder(
     columns = None if label is None else list(map(str, _columns(label)))
     uses_tag = person is not None and person.startswith(TAG)
     tag = validate_tag(str(person).removeprefix(TAG)) if uses_tag else ""
-    public_labels = labels
-    if labels is None and classes is not None:
-        public_labels = list(map(str, range(classes)))
-    if person == FOLDER and (archives or is_file):
-        problem = "cannot be folder: only folders of images have folders of persons"
-        raise FedgenError("data.person", problem, "name a column of the table, or a field")
-    if archives:
-        listed = read_archives(archives, public_labels, columns, person)
-    elif is_file:
-        listed = read_listing(places[0], public_labels, columns, person)
+    numbered = None if classes is None else list(map(str, range(classes)))
+    public_labels = numbered if labels is None else labels
+    if archives or is_file:
+        if person == FOLDER:
+            problem = "cannot be folder: only folders of images have folders of persons"
+            raise FedgenError("data.person", problem, "name a column of the table, or a field")
+        read = partial(read_archives, archives) if archives else partial(read_listing, places[0])
+        listed = read(public_labels, columns, person)
     elif label is not None:
         problem = "does not apply to folders of images, which are named after labels"
         raise FedgenError("data.label", problem, "leave it out, or list the images in a table")

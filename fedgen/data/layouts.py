@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fedgen.data.images import MAX_SHOWN, is_image_name, mask, shorten
 from fedgen.data.labels import infer_names, sort_names
@@ -82,69 +84,23 @@ def read_folders(
         person: ``folder`` if the folder of a label contains folders of persons; see ``folder``.
     """
     persons = person == FOLDER
-    for place in places:
-        if place.is_file():
-            raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
-    if persons and label_names is None:
-        problem = "is required with data.person=folder, to tell labels from clients and persons"
-        raise FedgenError("data.labels", problem, "name the labels, e.g. data.labels=[ill,well]")
-    client_folders = (
-        places if len(places) > 1 else _clients(places[0], label_names if persons else None)
-    )
-    if len({client_folder.resolve() for client_folder in client_folders}) < len(client_folders):
-        problem = "has one folder as two clients, and an image would be two records"
-        raise FedgenError("data.path", problem, "have each once")
+    client_folders = _client_folders(places, label_names, persons)
     split = [_is_split(client_folder) for client_folder in client_folders]
     if len(set(split)) > 1:
         without = client_folders[split.index(False)]
         problem = f"{without} has no train/ and test/, and others have"
         raise FedgenError("data.path", problem, "let all of them have both, or none")
     parts: dict[str, bool | None] = {"train": False, "test": True} if split[0] else {"": None}
-    folder_names = {
-        p.name
-        for client_folder in client_folders
-        for part in parts
-        for p in _folders(client_folder / part)
-    }
-    table_hint = "; if these are clients or persons, see docs/your-images.md for layouts"
-    labels = infer_names(folder_names, label_names, table_hint)
-    labelled = [
-        (client, test, label)
+    label_folders = [
+        _LabelFolder(path, client, test)
         for client, client_folder in enumerate(client_folders)
         for part, test in parts.items()
-        for label in _folders(client_folder / part)
+        for path in _folders(client_folder / part)
     ]
-    if persons:
-        records = [
-            Record(path, name, client, labels.index(label.name), test, person.name)
-            for client, test, label in labelled
-            for person in _folders(label)
-            for path, name in _files_below(person)
-        ]
-        outside = [str(file) for *_, label in labelled for file in _files(label)]
-        if outside:
-            problem = f"images outside the folders of persons: {shorten(outside)}"
-            raise FedgenError("data.path", problem, "move each into the folder of its person")
-    else:
-        records = [
-            Record(path, path.name, client, labels.index(label.name), test)
-            for client, test, label in labelled
-            for path in _files(label)
-        ]
-        within = [
-            subfolder.name
-            for *_, label in labelled
-            for subfolder in _folders(label)
-            if _files(subfolder)
-        ]
-        if within:
-            problem = f"{len(within)} folders within those of labels are not read, such as "
-            problem += f"{mask(within[0])} (letters and digits replaced)"
-            if person is not None:
-                remedy = "if each is a person, set it to folder, and data.labels"
-                raise FedgenError("data.person", f"is {person[:100]!r}, and {problem}", remedy)
-            remedy = "move their images up, or remove them; if each is a person, set "
-            raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
+    layouts_hint = "; if these are clients or persons, see docs/your-images.md for layouts"
+    labels = infer_names({folder.path.name for folder in label_folders}, label_names, layouts_hint)
+    list_records = _records_of_persons if persons else partial(_records_of_labels, person=person)
+    records = list_records(label_folders, labels)
     unlabelled = [
         str(file)
         for client_folder in client_folders
@@ -152,14 +108,12 @@ def read_folders(
         for file in _files(client_folder / part)
         if _is_image(file)
     ]
-    if unlabelled and labelled:
+    if unlabelled and label_folders:
         problem = f"images outside the label folders have no label: {shorten(unlabelled)}"
         raise FedgenError("data.path", problem, "move them into one, or away")
     if not records:
-        where, loose = (
-            ", ".join(map(str, client_folders[:MAX_SHOWN])),
-            f"{len(unlabelled)} images and no folder",
-        )
+        where = ", ".join(map(str, client_folders[:MAX_SHOWN]))
+        loose = f"{len(unlabelled)} images and no folder"
         problem = f"{where} has {f'{loose} of a label' if unlabelled else 'no images'}"
         remedy = "one sub-folder per label, or a table of them (path,label); without labels: one"
         remedy += f" sub-folder, e.g. {client_folders[0] / 'all'}"
@@ -171,6 +125,70 @@ def read_folders(
         raise FedgenError("data.path", problem, "remove these links")
     named_records, in_names = _disambiguate(records, client_folders)
     return Listing(named_records, labels, len(client_folders), in_names)
+
+
+class _LabelFolder(NamedTuple):
+    """Folder of one label of one client. test: split that it names, if any."""
+
+    path: Path
+    client: int
+    test: bool | None
+
+
+def _client_folders(
+    places: Sequence[Path], label_names: Sequence[str] | None, persons: bool
+) -> Sequence[Path]:
+    """Return the folder of each client; ``persons``: whether persons have folders."""
+    for place in places:
+        if place.is_file():
+            raise FedgenError("data.path", f"{place} is not a folder", "several paths are folders")
+    if persons and label_names is None:
+        problem = "is required with data.person=folder, to tell labels from clients and persons"
+        raise FedgenError("data.labels", problem, "name the labels, e.g. data.labels=[ill,well]")
+    folders = places if len(places) > 1 else _clients(places[0], label_names if persons else None)
+    if len({path.resolve() for path in folders}) < len(folders):
+        problem = "has one folder as two clients, and an image would be two records"
+        raise FedgenError("data.path", problem, "have each once")
+    return folders
+
+
+def _records_of_persons(folders: Sequence[_LabelFolder], labels: Sequence[str]) -> list[Record]:
+    """Return the images in the folders of persons within those of labels."""
+    outside = [str(file) for folder in folders for file in _files(folder.path)]
+    if outside:
+        problem = f"images outside the folders of persons: {shorten(outside)}"
+        raise FedgenError("data.path", problem, "move each into the folder of its person")
+    return [
+        Record(path, name, client, labels.index(label.name), test, person.name)
+        for label, client, test in folders
+        for person in _folders(label)
+        for path, name in _files_below(person)
+    ]
+
+
+def _records_of_labels(
+    folders: Sequence[_LabelFolder], labels: Sequence[str], person: str | None
+) -> list[Record]:
+    """Return the images in the folders of labels; ``person``: the setting, for errors."""
+    within = [
+        subfolder.name
+        for folder in folders
+        for subfolder in _folders(folder.path)
+        if _files(subfolder)
+    ]
+    if within:
+        problem = f"{len(within)} folders within those of labels are not read, such as "
+        problem += f"{mask(within[0])} (letters and digits replaced)"
+        if person is not None:
+            remedy = "if each is a person, set it to folder, and data.labels"
+            raise FedgenError("data.person", f"is {person[:100]!r}, and {problem}", remedy)
+        remedy = "move their images up, or remove them; if each is a person, set "
+        raise FedgenError("data.path", problem, f"{remedy}data.person=folder and data.labels")
+    return [
+        Record(path, path.name, client, labels.index(label.name), test)
+        for label, client, test in folders
+        for path in _files(label)
+    ]
 
 
 def _is_image(file: Path) -> bool:

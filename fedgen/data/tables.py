@@ -93,28 +93,15 @@ def read_listing(
     numbers, labels = number_labels(
         str(table), rows, None if label is None else columns, label_names
     )
-    home, seen = table.parent.resolve(), set()
-    records = []
+    records, seen = [], set()
     for number, (row, label_number) in enumerate(zip(rows, numbers, strict=True), 2):
         path, split = PurePosixPath(row["path"]), row.get("split", "")
         where = f"{table}, line {number}: {row['path'][:_LONG]!r}"
-        if path.is_absolute() or ".." in path.parts or "\0" in row["path"] or not path.parts:
-            problem = f"{where} is not a file below the table's folder"
-            raise FedgenError("data.path", problem, "give paths from there")
-        try:
-            really = (table.parent / path).resolve()
-            exists = really.is_file()
-        except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
-            really, exists = table, False
-        if home not in really.parents:
-            problem = f"{where} is outside the table's folder"
-            raise FedgenError("data.path", problem, "copy the image there")
-        if not exists:
-            raise FedgenError("data.path", f"{where} is not a file", "remove the line")
-        if really in seen:
-            problem = f"{where} is label_names more than once"
+        file = _listed_file(table, path, where)
+        if file in seen:
+            problem = f"{where} is listed more than once"
             raise FedgenError("data.path", problem, "list each image once")
-        seen.add(really)
+        seen.add(file)
         if split not in SPLITS:
             problem = f"{table}, line {number}: there is no split {split[:_LONG]!r}"
             raise FedgenError("data.path", problem, "write train or test, or leave it out")
@@ -134,6 +121,25 @@ def read_listing(
     used = {"path", *columns, "client", person_column, "split"}
     unread = tuple(name[:_LONG] for name in rows[0] if name not in used)[:_SHOWN]
     return Listing(records, labels, max(len(clients), 1), unread=unread)
+
+
+def _listed_file(table: Path, path: PurePosixPath, where: str) -> Path:
+    """Return the file that a path in a table refers to, with links resolved. ``where``: the line of
+    the table, for errors."""
+    if path.is_absolute() or ".." in path.parts or "\0" in str(path) or not path.parts:
+        problem = f"{where} is not a file below the table's folder"
+        raise FedgenError("data.path", problem, "give paths from there")
+    try:
+        file = (table.parent / path).resolve()
+        exists = file.is_file()
+    except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
+        file, exists = table.resolve(), False
+    if table.parent.resolve() not in file.parents:
+        problem = f"{where} is outside the table's folder"
+        raise FedgenError("data.path", problem, "copy the image there")
+    if not exists:
+        raise FedgenError("data.path", f"{where} is not a file", "remove the line")
+    return file
 
 
 def number_labels(

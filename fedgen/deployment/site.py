@@ -21,14 +21,14 @@ from fedgen.federation.client.context import ClientContexts, ClientSetup, RunTer
 from fedgen.federation.secagg.signing import Signer
 from fedgen.federation.signed_accounts import AccountTerms
 from fedgen.privacy.aggregation import Secure
-from fedgen.privacy.events import Relation, canonical, with_sampling_revealed
+from fedgen.privacy.events import Relation, Spend, canonical, with_sampling_revealed
 from fedgen.privacy.ledger import died_while_responding
 from fedgen.privacy.spend_db import Entry, SpendDb
 from fedgen.randomness import RandomStreams
 from fedgen.run import setup
 from fedgen.run.data_budget import check_budget
 from fedgen.run.noise_domain import rounded_noise
-from fedgen.run.setup import label_names
+from fedgen.run.setup import ResolvedMethod, label_names
 from fedgen.storage.io import digest, read_bounded, write_atomic
 
 
@@ -147,26 +147,7 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         account.register(entry, partial(check_budget, budget, privacy.delta))
     write_atomic(place.folder(request.run) / _REQUEST, request.text().encode())
     shard = rows.shard(np.arange(len(rows.labels)))
-    terms = RunTerms(
-        privacy.budget.samples_per_client,
-        request.run,
-        limits=most,
-        aggregation=plan.aggregation,
-        stores_response=privacy.noise == "secure" and plan.resends_responses,
-        masked_sums=isinstance(plan.aggregation, Secure),
-        signer=place.signer,
-        accepted_request=request.text().encode(),
-        rehearsal=_rehearsal_shard(public),
-        reserves=privacy.noise == "secure" and resolved.dropouts_reveal_cohorts,
-        account=AccountTerms(
-            request.run,
-            hashlib.sha256(request.text().encode()).hexdigest(),
-            clients,
-            privacy.noise,
-            plan,
-            partial(place.has_dropout, request.run),
-        ),
-    )
+    terms = _terms(place, request, resolved, public, clients, most)
     client_setup = ClientSetup(
         program=lambda: program,
         shard=lambda client: shard,
@@ -181,6 +162,39 @@ def _build_setup(place: SiteFolder, request: Request) -> tuple[ClientSetup, Rela
         spend_db=account,
     )
     return client_setup, plan.relation
+
+
+def _terms(
+    place: SiteFolder,
+    request: Request,
+    resolved: ResolvedMethod,
+    public: Dataset,
+    clients: int,
+    most: Spend,
+) -> RunTerms:
+    """Return the terms of a run, under which at most ``most`` is spent."""
+    plan, privacy = resolved.method.plan, resolved.privacy
+    is_secure = privacy.noise == "secure"
+    return RunTerms(
+        privacy.budget.samples_per_client,
+        request.run,
+        limits=most,
+        aggregation=plan.aggregation,
+        stores_response=is_secure and plan.resends_responses,
+        masked_sums=isinstance(plan.aggregation, Secure),
+        signer=place.signer,
+        accepted_request=request.text().encode(),
+        rehearsal=_rehearsal_shard(public),
+        reserves=is_secure and resolved.dropouts_reveal_cohorts,
+        account=AccountTerms(
+            request.run,
+            hashlib.sha256(request.text().encode()).hexdigest(),
+            clients,
+            privacy.noise,
+            plan,
+            partial(place.has_dropout, request.run),
+        ),
+    )
 
 
 _ROWS = digest(b"the rows of this node")

@@ -176,9 +176,9 @@ def _server(path: Path) -> dict[str, Any]:
     """Return the content of a run directory."""
     run_dir, config, identity = RunDir.open(path, "runs")
     results = run_dir.results("runs")
-    missing = [n for n in ("privacy.json", "public/samples.png") if not (path / n).exists()]
-    if missing:
-        raise FedgenError("runs", f"{path} has no {missing[0]}", "restore it")
+    for name in ("privacy.json", "public/samples.png"):
+        if not (path / name).exists():
+            raise FedgenError("runs", f"{path} has no {name}", "restore it")
     run_dir.check_digests("runs")
     record = run_dir.privacy("runs")
     lines = run_dir.metrics()
@@ -186,6 +186,7 @@ def _server(path: Path) -> dict[str, Any]:
     # the log of a selected run has the ε of that run alone
     epsilon_lines = [] if "selection" in record else spent
     accuracies = run_dir.accuracies("runs")
+    pictures, partition = sorted((path / "evaluation").glob("*.png")), path / "partition.png"
     return {
         "place": str(path),
         "title": f"{results['method']} on {results['data']}",
@@ -226,12 +227,8 @@ def _server(path: Path) -> dict[str, Any]:
             for name in float_metric_names(spent)
         ],
         "quality": figures(results),
-        "pictures": [
-            (file.stem, embed_image(file)) for file in sorted((path / "evaluation").glob("*.png"))
-        ],
-        "partition": embed_image(path / "partition.png")
-        if (path / "partition.png").exists()
-        else None,
+        "pictures": [(file.stem, embed_image(file)) for file in pictures],
+        "partition": embed_image(partition) if partition.exists() else None,
         **_clients(record, results),
         "failures": run_dir.failure_lines(),
         "siblings": _sibling_runs(path, config),

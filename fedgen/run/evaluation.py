@@ -201,16 +201,15 @@ def utilities(
         classifier = build(classifiers[name], f"evaluation.classifiers.{name}")
         return Fit(name, classifier, train, tests, data.classes, seed, cache_file)
 
-    fits = []
+    fits: list[Fit] = []
     for name, seed in itertools.product(classifiers, range(evaluation.seeds)):
         fits.append(fit(name, seed, samples, gen2real=test))
         if real and name in evaluation.real2gen:
             fits.append(fit(name, seed, rows, real2real=test, real2gen=samples))
         elif real:
             fits.append(fit(name, seed, rows, real2real=test))
-    fits = [
-        classifier_fit for classifier_fit in fits if len(np.unique(classifier_fit.rows[1])) > 1
-    ]  # a single label trains no classifier
+    # a single label trains no classifier
+    fits = [item for item in fits if len(np.unique(item.rows[1])) > 1]
     jobs = min(evaluation.jobs or os.cpu_count() or 1, max(len(fits), 1))
     if fits:
         if (seconds := expected_seconds(fits) / jobs) > _ANNOUNCE_AFTER_SECONDS:

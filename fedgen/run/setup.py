@@ -249,11 +249,7 @@ def resolve_method(
             config.rounds = length
             privacy = calibrate(config, make)
             noise = privacy.noise_multiplier
-    if given_rounds not in (None, config.rounds):
-        scores = int(config.get("score") is not None)
-        problem = f"cannot be {given_rounds - scores}: {config.names.method} has "
-        problem += f"{config.rounds - scores} rounds with these settings"
-        raise FedgenError("rounds", problem, "leave it out, or set it to null")
+    _check_rounds(config, given_rounds)
     method = make(noise)
     if not _sums_fit(method.plan):
         facts = replace(facts, ring_bits=64)
@@ -270,6 +266,15 @@ def resolve_method(
         with_aggregation=lambda kind: _method(factory, facts.with_aggregation(kind), config, noise),
         derived_settings=frozenset(derived),
     )
+
+
+def _check_rounds(config: DictConfig, given: int | None) -> None:
+    """Raise FedgenError if the method has another number of rounds than the given one."""
+    if given not in (None, config.rounds):
+        scores = int(config.get("score") is not None)
+        problem = f"cannot be {given - scores}: {config.names.method} has "
+        problem += f"{config.rounds - scores} rounds with these settings"
+        raise FedgenError("rounds", problem, "leave it out, or set it to null")
 
 
 def _protected(config: DictConfig, plan: Plan, clients: int, rows: int | None) -> int | None:

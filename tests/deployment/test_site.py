@@ -770,9 +770,7 @@ def test_a_failure_over_private_records_is_the_last_message_of_a_site(
 
 
 @kills("fedgen/deployment/site.py", "*kinds, most, reserve=reserve)", "*kinds, most)")
-@kills(
-    "fedgen/deployment/site.py", "        reserves=privacy", "        reserves=False and privacy"
-)
+@kills("fedgen/deployment/site.py", "reserves=is_secure and", "reserves=False and")
 def test_a_death_during_a_response_voids_amplification(tmp_path: Path) -> None:
     """If each site samples its own participation, a missing response may reveal the sample, to the
     account of the site and to that of the coordinator. A death between responses reveals
