@@ -231,7 +231,11 @@ class Rounds:
             self._message(content, messages.KEEP, client)
             for client in sorted(self._changed_clients)
         ]
-        acknowledged = self._exchange(sent, "to the keep message", _acknowledged)
+        acknowledged, failures = self._send(sent, _acknowledged, count=False)
+        # clients without a message have kept their state: the share is that of all clients
+        clients = len(self.strategy.nodes)
+        if clients - len(failures) < self._min_success * clients:
+            raise too_few("to the keep message", clients, failures, self._causes)
         self.state.kept_tags |= dict.fromkeys(acknowledged, self.state.tag)
         self._changed_clients -= acknowledged.keys()
 

@@ -91,6 +91,21 @@ def test_a_repeated_query_gets_the_same_response_without_a_charge(
     assert client_context.ledger.releases == 2
 
 
+@kills(
+    "fedgen/federation/client/app.py",
+    "if last_round == server_round and not repeat:",
+    "if False:",
+)
+def test_a_query_after_further_training_is_not_charged_twice(
+    client_context: ClientContext, ask: Ask
+) -> None:
+    """The response could not be recomputed: the state is another one."""
+    assert not ask(0).has_error()
+    client_context.store.commit(0, messages.TRAIN, 1, {}, None, "digest of a message")
+    assert ask(0).has_error()
+    assert client_context.ledger.releases == 1
+
+
 def test_a_past_round_is_not_answered_again(client_context: ClientContext, ask: Ask) -> None:
     """It would have the same noise: a server with another query could subtract it."""
     assert not ask(0).has_error()

@@ -641,6 +641,22 @@ def test_an_altered_configuration_is_refused(
     assert "was altered" in capsys.readouterr().err
 
 
+@kills(
+    "fedgen/federation/rounds.py",
+    "clients = len(self.strategy.nodes)\n        if",
+    "clients = len(sent)\n        if",
+)
+def test_the_share_of_keep_messages_is_that_of_all_clients(train: Train) -> None:
+    """Dead clients never keep their changed state, and soon are half of those with one."""
+    cohorts = ["method.routing=per_step", "method.responders=10", "method.critics_per_step=2"]
+    dying = ["runtime.faults.vanishes=0.006", "runtime.min_success=0.6", "seed=2"]
+    words = ["method=gs_wgan_small", "partition=iid", "partition.clients=30", *cohorts, *dying]
+    words += ["method.warm_start=0", "method.critic_steps=1", "runtime=in_process"]
+    run = train(*words, "runtime.checkpoint_every=1", "rounds=20")
+    failures = [json.loads(line) for line in (run / "failures.jsonl").read_text().splitlines()]
+    assert len({failure["client"] for failure in failures}) > 5
+
+
 def test_the_mean_is_over_the_responders() -> None:
     from fedgen.federation.messages import Response
     from fedgen.privacy.events import Unit

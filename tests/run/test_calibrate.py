@@ -134,7 +134,7 @@ def test_unused_targets_change_no_noise() -> None:
     assert other.domain != ready.domain
 
 
-@kills("fedgen/run/setup.py", "if given_rounds not in (None, config.rounds):", "if False:")
+@kills("fedgen/run/setup.py", "if given not in (None, config.rounds):", "if False:")
 @kills("fedgen/run/setup.py", "    config.rounds = fixed or config.rounds\n", "")
 @pytest.mark.parametrize(
     "words, rounds",

@@ -72,8 +72,9 @@ def client_app(
     """Return the app. It captures no data: ``find_context`` looks the client up by the message's
     context. ``without_server``: see ``LocalNodes``.
 
-    A repeated message receives the same reply or, for a masked sum, an error; nothing is charged
-    twice. A client handles one message at a time, in any process or thread.
+    A repeated message receives the same reply or, if its response is masked or the client has
+    trained since, an error; nothing is charged twice. A client handles one message at a time, in
+    any process or thread.
     """
     app = ClientApp(mods=list(mods))
 
@@ -362,6 +363,8 @@ def _respond(ctx: ClientContext, message: Message) -> RecordDict:
     )
     charged = response is not None and ctx.ledger.last == query_digest
     repeat = charged or ctx.ledger.is_repeated(server_round, query_digest)
+    if last_round == server_round and not repeat:
+        raise PastRoundError  # another query, or the client has trained since
     if not repeat and ctx.ledger.rows + query.count > ctx.terms.samples:
         raise BudgetError
     if ctx.ledger.is_second_query(server_round, query_digest) and not ctx.program.resamples:
