@@ -134,6 +134,20 @@ def test_networks_are_pretrained_without_queries() -> None:
     assert method.server.query(state, 32, streams) is not None
 
 
+@kills("fedgen/methods/families/pretraining.py", "and drawn.streams == streams", "")
+def test_samples_are_drawn_once() -> None:
+    """For all server rounds of a run; another repetition of it draws its own."""
+    ready, state = released([*words("dpdm_small"), "privacy=none"])
+    warm_up = ready.method.server.server_step.__self__  # type: ignore[attr-defined]
+    first, repetition = part(state, "first"), ready.streams.for_repetition(1)
+    samples = warm_up._samples(first, ready.streams)
+    assert len(samples) == 30
+    for round_ in (2, 3):
+        state = ready.method.server.server_step(state, round_, ready.streams)
+    assert warm_up._samples(part(state, "first"), ready.streams) is samples
+    assert warm_up._samples(first, repetition) is not samples
+
+
 def test_a_set_starts_with_samples() -> None:
     """Each image is closer to the central images of its label than to those of others."""
     more = ["privacy=none", "method.learning_rate=1.0e-6"]

@@ -2,7 +2,7 @@
 
     first    releases at their own noise multiplier
     then     server rounds: the server runs the second method as a single client without noise,
-             whose records are fresh samples of the first. PSG initializes its set with such samples
+             whose records are samples of the first. PSG initializes its set with such samples
     last     rounds of the second method
 
 One run, one ledger, one ε: the releases of both phases compose, and the server rounds between are
@@ -13,7 +13,7 @@ post-processing. DP-FETA (Li, Gong et al., "From Easy to Hard", S&P 2025) is thi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,19 @@ from fedgen.privacy.accounting import claimed_by_rdp
 from fedgen.privacy.aggregation import Sent
 from fedgen.randomness import RandomStreams
 
+_MAX_SAMPLES = 16_384
+"""Samples that server rounds choose from: drawing them may take longer than training on them."""
+_SAMPLED_AT_ONCE = 1_024
+
+
+@dataclass
+class _Drawn:
+    """Samples by these streams of a state of the first method, identified by one of its tensors."""
+
+    state: Tensor
+    streams: RandomStreams
+    samples: Shard
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -38,7 +51,7 @@ class WarmUp:
 
     reference: ``then`` without noise for one client whose batches contain all records.
     rounds: server rounds between the two.
-    batch: samples per server round.
+    batch: samples per server round, chosen from all samples.
     """
 
     first: Method
@@ -47,6 +60,7 @@ class WarmUp:
     classes: int
     rounds: int
     batch: int
+    _drawn: list[_Drawn] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def first_queries(self) -> int:
@@ -109,12 +123,11 @@ class WarmUp:
     def server_step(self, state: Tensors, round_: int, streams: RandomStreams) -> Tensors:
         """Run a round of the second method on samples of the first."""
         round_streams, number = streams.at("rest", round_), round_ - self.first_queries
-        labels = torch.randint(
-            0, self.classes, (self.batch,), generator=round_streams.public("labels")
-        )
         generator = self.first.server.generator(part(state, "first"))
-        images = self.first.server.sample(generator, labels, round_streams)
-        samples = Shard((images.cpu() * 255).round().to(torch.uint8), labels)
+        everything = self._samples(part(state, "first"), streams)
+        rows = torch.randperm(len(everything.labels), generator=round_streams.public("rows"))
+        rows = rows[: self.batch]
+        samples = Shard(everything.images[rows], everything.labels[rows])
         server, then = self.reference.server, part(state, "then")
         if number == 0:
             start_streams = round_streams.at("begin")
@@ -127,6 +140,24 @@ class WarmUp:
         message = self.reference.client.respond({}, query, samples, number, round_streams)
         mean = self.reference.aggregate([message.arrays["answer"]], number, round_streams).float()
         return {**state, **concat_parts(then=server.update(then, mean, number, round_streams))}
+
+    def _samples(self, first: Tensors, streams: RandomStreams) -> Shard:
+        """Return the samples of all server rounds, which are the same after a resume."""
+        state = next(iter(first.values()))
+        for drawn in self._drawn:
+            if drawn.state is state and drawn.streams == streams:
+                return drawn.samples
+        sample_streams, count = streams.at("samples"), self.batch * self.rounds
+        count = max(self.batch, min(count, _MAX_SAMPLES))
+        labels = torch.randint(0, self.classes, (count,), generator=sample_streams.public("labels"))
+        generator = self.first.server.generator(first)
+        parts = [
+            self.first.server.sample(generator, part_labels, sample_streams.at(number)).cpu()
+            for number, part_labels in enumerate(torch.split(labels, _SAMPLED_AT_ONCE))
+        ]
+        images = torch.cat([(part_ * 255).round().to(torch.uint8) for part_ in parts])
+        self._drawn[:] = [_Drawn(state, streams, Shard(images, labels))]
+        return self._drawn[0].samples
 
     def membership_scores(
         self, state: Tensors, images: Tensor, labels: Tensor, streams: RandomStreams
