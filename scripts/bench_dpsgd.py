@@ -44,6 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedgen.methods.families.gan import Networks, Server
 from fedgen.models.cdcgan import Discriminator, Generator
 from fedgen.privacy.clipping import by_vmap, clipped_sum
+from fedgen.testing.operators import operators, synchronizing
 
 Step = Callable[[], object]
 T = TypeVar("T")
@@ -183,6 +184,21 @@ def time_methods(
         )
         for name in names
     }
+
+
+def count_operators(name: str, width: int, rows: int, device: str, threads: int) -> Counter[str]:
+    """Return how often a step calls each operator of torch."""
+    prepare(name, width, rows, device, threads)
+    assert _step is not None
+    return operators(_step)
+
+
+def print_profile(width: int, rows: int, device: str, threads: int) -> None:
+    """Print operators and synchronizations of the steps of fedgen and of a plain one."""
+    for method in (plain, fedgen, fedgen_single):
+        calls = alone(count_operators, method.__name__, width, rows, device, threads)
+        waits = sum(synchronizing(calls).values())
+        print(f"{method.__name__:14} {sum(calls.values()):6} operators, {waits} synchronizations")
 
 
 def ceiling(width: int, rows: int, device: str, threads: int) -> tuple[float, float]:
@@ -356,7 +372,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--profile", action="store_true", help="count operators of a step first")
     chosen = parser.parse_args()
+    if vars(chosen).pop("profile"):
+        print_profile(chosen.width, chosen.rows, chosen.device, chosen.threads)
     timings = time_methods(**vars(chosen))
     for name, (median, ratio, peak) in timings.items():
         print(f"{name:14} {median * 1e3:9.1f} ms  {ratio:6.2f} x plain  {peak / 1e6:9.0f} MB")

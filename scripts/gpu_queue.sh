@@ -16,10 +16,10 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD FEDGEN_HOME=${FEDGEN_HOME:-$out/home}
 
 if [ "$device" = cuda ]; then
-    dpsgd=(--repeats 20) dpdm=(--records 2048 --copies 2 --repeats 3) critics=(--critics 1000)
+    dpsgd=(--profile --repeats 20) dpdm=(--records 2048 --copies 2 --repeats 3) critics=(--critics 1000)
     run=(experiment=dpgan_mnist_128)
 else
-    dpsgd=(--width 4 --rows 4 --repeats 1) dpdm=(--records 4 --copies 2 --width 8 --repeats 1)
+    dpsgd=(--profile --width 4 --rows 4 --repeats 1) dpdm=(--records 4 --copies 2 --width 8 --repeats 1)
     critics=(--critics 20 --widths 4 --rows 4 --timed 20 --steps 1 --repeats 1)
     run=(method=dpgan_small data=digits rounds=20)
 fi

@@ -16,6 +16,7 @@ SCRIPTS = ROOT / "scripts"
 
 SMALLEST: dict[str, list[str]] = {
     "bench_deployment.py": ["--nodes", "1", "--rounds", "1", "--stock-rounds", "0"],
+    "bench_mixture.py": ["--records", "100", "--repeats", "1"],
     "bench_scale.py": ["--clients", "4", "--rounds", "2", "data=digits", "method=gs_wgan_small"],
     "bench_runtimes.py": ["--rounds", "1", "--clients", "2"],
     "bench_sums.py": ["--clients", "4", "--numbers", "100", "--repeats", "2"],

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from mutation import kills
-from operators import operators, synchronizing
 from tiny import SHARD, STREAMS
 from torch.func import functional_call
 
@@ -23,6 +22,7 @@ from fedgen.methods.dpdm import dpdm
 from fedgen.models.functional import flat, init_weights, meta_module, part, unflat
 from fedgen.models.unet import UNet
 from fedgen.randomness import RandomStreams
+from fedgen.testing.operators import operators, synchronizing
 
 NETWORK = partial(UNet, width=4, multipliers=[1, 2], blocks=1, attention=[4])
 SETTINGS = {

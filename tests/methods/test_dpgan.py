@@ -19,7 +19,6 @@ from dp_accounting import (
     SelfComposedDpEvent,
 )
 from mutation import kills
-from operators import operators, synchronizing
 from tiny import SHARD, STREAMS, Train, noised
 from torch import Tensor
 from torch.func import functional_call, grad
@@ -41,6 +40,7 @@ from fedgen.privacy.clipping import Precision, clipped_sum
 from fedgen.privacy.events import Unit, canonical
 from fedgen.randomness import RandomStreams
 from fedgen.strategies.parameter_updates import ParameterUpdates
+from fedgen.testing.operators import operators, synchronizing
 
 BATCH, RATE, CLIP, RATES = 5, 0.2, 0.3, (1e-2, (0.5, 0.999))
 EMPTY = Shard(SHARD.images[:0], SHARD.labels[:0])

@@ -19,9 +19,9 @@ _SYNCHRONIZING = (
 )
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -41,7 +41,8 @@ class _Counting(TorchDispatchMode):
 
 def operators(run: Callable[[], object]) -> Counter[str]:
     """Return the number of calls of each operator."""
-    with _Counting() as counting:
+    counting = _Counting()
+    with counting:
         run()
     return counting.calls
 
