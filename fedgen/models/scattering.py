@@ -29,7 +29,7 @@ from torch.nn import functional as F
 _ORIENTATIONS = 8
 _GROUPS = (1, _ORIENTATIONS, _ORIENTATIONS, _ORIENTATIONS**2)  # maps per channel
 _CELLS = 8  # maximum number of positions per side
-_AT_ONCE = 2**23  # entries of the maps of order 2
+_MAP_ENTRIES = {"cpu": 2**23, "cuda": 2**25}  # of order 2 at a time; on a CPU, what fits its caches
 _SINGLE_BITS, _DOUBLE_BITS = 24, 53  # of integers in floating point
 _PIXEL_BITS, _MAP_BITS, _OUTPUT_BITS = 8, 12, 18  # of pixels, and of maps before and after wavelets
 _FILTER_BITS = 17  # of low-pass filters
@@ -67,7 +67,8 @@ class Scattering:
         bits. Their norm is 1, or less if a group is zero (a black image)."""
         if not len(images):
             return torch.zeros(0, self.count, device=self.device)
-        at_once = max(1, 4 * _AT_ONCE // (math.prod(self.shape) * _GROUPS[-1]))
+        entries = _MAP_ENTRIES[torch.device(self.device).type]
+        at_once = max(1, entries // (math.prod(self.shape) * _GROUPS[-1]))
         with torch.no_grad(), _WITHOUT_CUDNN, torch.backends.cudnn.flags(enabled=False):
             parts = torch.split(images.to(self.device, torch.float32), at_once)
             return torch.cat([self._of(part) for part in parts])
