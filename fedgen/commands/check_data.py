@@ -3,12 +3,17 @@ For the holder of the images: counts are private, and stay here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.config import validation
 from fedgen.config.compose import compose
-from fedgen.config.overrides import shell_quote, to_override_value
+from fedgen.config.overrides import config_name, shell_quote, to_override_value
+from fedgen.config.registry import to_plain
+from fedgen.data.catalogue import NAMED
 from fedgen.data.datasets import Dataset
 from fedgen.privacy.budget import delta_problem
 from fedgen.run.preflight import (
@@ -62,15 +67,18 @@ def check(config: DictConfig) -> str:
     if (wrong := delta_problem(config.privacy.delta, units, unit)) is not None:
         lines.append(f"warning: privacy.delta: {wrong[0]}; {wrong[1]}")
     epsilon = f"privacy.target_epsilon={_EPSILON:g}"
-    usual = compose("account", [f"data={config.names.data}"])
-    fitting = _suggested_overrides(dataset, usual.data.get("public_rows") is not None)
+    defaults = OmegaConf.load(config_name("data", config.names.data))
+    assert isinstance(defaults, DictConfig)  # checked when it was composed
+    usual = to_plain(defaults)
+    has_public_rows = usual.get("public_rows") is not None or config.data.type in NAMED
+    fitting = _suggested_overrides(dataset, has_public_rows)
     lines.append(
         "suggested: fedgen train "
         f"{shell_quote([*_data_overrides(config, usual), *fitting, epsilon])}"
     )
     lines.append(
         "(choose privacy.target_epsilon: 1 is a strong guarantee if δ is well below 1 / number of "
-        f"{unit}s; the default is {usual.privacy.target_epsilon:g})"
+        f"{unit}s; the default is {compose('account', []).privacy.target_epsilon:g})"
     )
     if "privacy.aggregation=secure" in fitting:
         lines.append(
@@ -126,13 +134,13 @@ def _describe_counts(counts: np.ndarray) -> str:
     return f"{most:,} images each" if few == most else f"{few:,} to {most:,} images each"
 
 
-def _data_overrides(config: DictConfig, usual: DictConfig) -> list[str]:
+def _data_overrides(config: DictConfig, usual: Mapping[str, Any]) -> list[str]:
     """Return the overrides that say where the data are and how they are read, as far as they differ
     from the defaults."""
     words = [f"data={config.names.data}"]
     for key in config.data:
         value = OmegaConf.select(config.data, str(key))
-        if value != usual.data.get(key) and key != "public_rows":
+        if value != usual.get(str(key)) and key != "public_rows":
             words.append(f"data.{key}={to_override_value(value)}")
     return words
 

@@ -39,6 +39,7 @@ from fedgen.config.schema import (
     check_resolved,
     check_settings,
 )
+from fedgen.data.catalogue import rows_of
 from fedgen.errors import FedgenError
 
 _NO_GROUPS = {"benchmark": ("matrix", "data")}
@@ -85,6 +86,10 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             config.merge_with_dotlist([word])
         check_resolved(config)
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
+        if "data" in config:
+            rows = rows_of(config.data.type, config.data.get("name"))
+            if rows is not None and config.data.public_rows is None:
+                config.data.public_rows = rows
         if OmegaConf.select(config, "runtime.threads") == "auto":
             # the same on every runtime: streams and bits depend on it
             config.runtime.threads = 1 if _has_several_clients(config) else _threads()

@@ -31,11 +31,14 @@ _STRATEGIES = {
 }
 REGISTRY = {
     "data": {
+        "archives": "fedgen.data.archives:archives",
+        "camelyon17": "fedgen.data.camelyon17:camelyon17",
         "celeba": "fedgen.data.celeba:celeba",
         "digits": "fedgen.data.digits:digits",
         "femnist": "fedgen.data.femnist:femnist",
         "folder": "fedgen.data.folders:folder",
         "hugging_face": "fedgen.data.hugging_face:hugging_face",
+        "medmnist": "fedgen.data.medmnist:medmnist",
         "public_facts": "fedgen.data.datasets:public_facts",
         "torchvision": "fedgen.data.torchvision:torchvision_set",
     },

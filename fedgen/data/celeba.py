@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgen.data.datasets import Dataset, ExampleKeys, Images, build_dataset, data_root
-from fedgen.data.images import ReadOptions, read_images
+from fedgen.data.images import ReadOptions, Side, read_images
 from fedgen.data.labels import combine
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_bounded
@@ -17,13 +17,16 @@ from fedgen.storage.io import read_bounded
 _MAX_LIST_BYTES = 2**26
 
 
-def celeba(root: str | None, label: str | Sequence[str] = "Male", **_: object) -> Dataset:
-    """Load CelebA at 32x32 from the user's own copy in torchvision's layout:
+def celeba(
+    root: str | None, label: str | Sequence[str] = "Male", size: Side = 32, **_: object
+) -> Dataset:
+    """Load CelebA from the user's own copy in torchvision's layout:
     ``celeba/img_align_celeba/*.jpg``, ``celeba/list_attr_celeba.txt`` and
     ``celeba/list_eval_partition.txt``. The validation split is not used.
 
     Args:
         label: attribute, e.g. gender, or several: all combinations (``labels.combine``).
+        size: side of the images, which are cropped to the central square.
 
     Raises:
         FedgenError: if files are missing or malformed, or for an unknown attribute.
@@ -54,7 +57,7 @@ def celeba(root: str | None, label: str | Sequence[str] = "Male", **_: object) -
 
     def images_of(rows: NDArray[np.bool_]) -> Images:
         files = [(n, folder / "img_align_celeba" / n) for n in np.array(names)[rows].tolist()]
-        return read_images(folder, files, ReadOptions(32, 3), key="data.root").images
+        return read_images(folder, files, ReadOptions(size, 3), key="data.root").images
 
     train, test = part == 0, part == 2
     places = ExampleKeys("a line of list_attr_celeba.txt", "its number")

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ import numpy as np
 from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Images, as_images
+from fedgen.data.datasets import Dataset, Images, as_images
 from fedgen.data.scans import (
     MAX_IMAGES,
     MAX_VALUES,
@@ -127,9 +127,7 @@ def read_images(
             continue
         for image in file_images:
             names.append(name)
-            images.append(
-                _centre_square(image, options.size) if options.size else np.asarray(image, np.uint8)
-            )
+            images.append(pixels_of(image, options.size))
         tag_values.append(tag)
         kinds.append(kind)
         counts.append(len(file_images))
@@ -333,10 +331,38 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(SCAN_SUFFIXES) or Image.EXTENSION.get(suffix) in Image.OPEN
 
 
-def _centre_square(image: object, size: int) -> Images:
-    """Return the central square of an image, (size, size) or (size, size, channels)."""
+def pixels_of(picture: PillowImage, size: Side | None, channels: Channels | None = None) -> Images:
+    """Return the pixels of an image, (height, width) or (height, width, 3).
+
+    Args:
+        size: crop it to a square and resize it to this many pixels; None: unchanged.
+        channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
+    """
     from PIL import Image, ImageOps
 
-    assert isinstance(image, Image.Image)
-    fitted = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
-    return np.asarray(fitted, dtype=np.uint8)
+    if channels is not None:
+        picture = picture.convert("L" if channels == 1 else "RGB")
+    if size is not None:
+        picture = ImageOps.fit(picture, (size, size), Image.Resampling.BICUBIC)
+    return np.asarray(picture, dtype=np.uint8)
+
+
+def convert(images: Images, size: Side | None, channels: Channels | None) -> Images:
+    """Return images (n, channels, h, w) with ``pixels_of`` applied to each."""
+    if (size is None or images.shape[2:] == (size, size)) and channels in (None, images.shape[1]):
+        return images
+    from PIL import Image
+
+    pictures = (
+        Image.fromarray(image[0] if len(image) == 1 else np.moveaxis(image, 0, 2))
+        for image in images
+    )
+    return as_images("images", np.stack([pixels_of(p, size, channels) for p in pictures]))
+
+
+def convert_dataset(dataset: Dataset, size: Side | None, channels: Channels | None) -> Dataset:
+    """Return a data set with ``pixels_of`` applied to each image."""
+    images, test_images = (
+        convert(split, size, channels) for split in (dataset.images, dataset.test_images)
+    )
+    return replace(dataset, images=images, test_images=test_images)

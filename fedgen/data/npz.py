@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedgen.data.datasets import Dataset, ExampleKeys, as_images, build_dataset
+from fedgen.data.datasets import Dataset, ExampleKeys, Labels, as_images, build_dataset
 from fedgen.data.labels import combine, identities, to_numbers
 from fedgen.errors import FedgenError
 from fedgen.storage.io import read_arrays
@@ -33,6 +33,7 @@ def from_npz(
     key: str = "data.root",
     names: Sequence[str] | None = None,
     columns: Sequence[int] | None = None,
+    column_names: Sequence[str] | None = None,
 ) -> Dataset:
     """Return the data set in an npz file, as described in the module.
 
@@ -42,29 +43,29 @@ def from_npz(
         names: names of the labels, in order.
         columns: binary columns of labels (n, k), combined into one label; see
             ``labels.combine``.
+        column_names: names of all columns of labels; None: their numbers.
     """
     arrays = npz_arrays(file, ["train_images", "train_labels", "test_images", "test_labels"], key)
     writers, persons = (
-        None if name not in arrays else identities(f"{file}, {name}", arrays[name])
-        for name in ("train_writer", "train_person")
+        None if array not in arrays else identities(f"{file}, {array}", arrays[array])
+        for array in ("train_writer", "train_person")
     )
     if columns is None:
         assert classes is not None
         labels, test_labels = (
-            to_numbers(f"{file}, {name}", arrays[name], classes, names)
-            for name in ("train_labels", "test_labels")
+            to_numbers(f"{file}, {array}", arrays[array], classes, names)
+            for array in ("train_labels", "test_labels")
         )
     else:
         split_labels = []
-        for name in ("train_labels", "test_labels"):
-            chosen = _select_columns(f"{file}, {name}", arrays[name], columns)
-            numbers, label_names = combine(f"{file}, {name}", *chosen, names)
+        for array in ("train_labels", "test_labels"):
+            where = f"{file}, {array}"
+            chosen = _select_columns(where, arrays[array], columns)
+            shown = [column_names[column] if column_names else str(column) for column in columns]
+            numbers, label_names = combine(where, shown, chosen, names)
             split_labels.append(numbers)
         labels, test_labels = split_labels
         names, classes = label_names, len(label_names)
-    moves = ""
-    if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
-        moves = "images are sorted by label (shuffle the file)"
     return build_dataset(
         name,
         as_images(file, arrays["train_images"]),
@@ -73,23 +74,30 @@ def from_npz(
         test_labels,
         writers,
         classes,
-        ExampleKeys("a position in the file", "its number", moves),
+        ExampleKeys("a position in the file", "its number", moves_if_sorted(labels, classes)),
         persons=writers if persons is None else persons,
         names=names,
     )
 
 
+def moves_if_sorted(labels: Labels, classes: int) -> str:
+    """Return ``ExampleKeys.moves`` of images in the order of a file."""
+    if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
+        return "images are sorted by label (shuffle the file)"
+    return ""
+
+
 def _select_columns(
     where: str, labels: NDArray[np.generic], columns: Sequence[int]
-) -> tuple[list[str], NDArray[np.generic]]:
-    """Return the names of columns, their numbers, and the columns."""
+) -> NDArray[np.generic]:
+    """Return columns of labels, (n, k)."""
     if labels.ndim != 2 or not all(0 <= column < labels.shape[1] for column in columns):
         problem = f"{', '.join(map(str, columns))}: {where} has shape {labels.shape}"
         remedy = "leave it out"
         if labels.ndim == 2:
             remedy = f"choose columns from 0 to {labels.shape[1] - 1}"
         raise FedgenError("data.label", problem, remedy)
-    return [str(column) for column in columns], labels[:, list(columns)]
+    return labels[:, list(columns)]
 
 
 def npz_arrays(

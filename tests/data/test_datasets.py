@@ -44,7 +44,7 @@ def test_a_shard_gives_floats_in_the_unit_interval(streams: RandomStreams) -> No
 
 
 def test_mnist_from_npz(data_root: Path) -> None:
-    data = torchvision_set("mnist", str(data_root), "MNIST")
+    data = torchvision_set(str(data_root), "MNIST")
     assert data.images.shape == (60, 1, 28, 28)
     assert data.writers is not None
     assert len(set(data.writers)) == 6
@@ -59,7 +59,7 @@ def test_mnist_from_the_files_of_torchvision(tmp_path: Path) -> None:
         (folder / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
         head = np.array([2049, rows], ">i4").tobytes()
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
-    data = torchvision_set("mnist", str(tmp_path), "MNIST")
+    data = torchvision_set(str(tmp_path), "MNIST")
     assert data.images.shape == (6, 1, 28, 28)
     assert list(data.test_labels) == [0, 1, 2, 3]
 
@@ -117,6 +117,7 @@ def test_celeba_in_its_layout(tmp_path: Path) -> None:
     assert list(data.labels) == [0, 1, 0]
     assert list(data.test_labels) == [0, 1]
     assert data.classes == 2 and data.names == ("no Male", "Male")
+    assert celeba(str(tmp_path), size=64).shape == (3, 64, 64)
     both = celeba(str(tmp_path), ["Young", "Male"])
     assert list(both.labels) == [1, 3, 1] and both.names == ("none", "Young", "Male", "Young+Male")
     with pytest.raises(FedgenError, match=r"data\.label: CelebA has no attribute Old"):
@@ -302,7 +303,7 @@ def test_the_real_data_sets(streams: RandomStreams) -> None:
     assert mnist.writers is not None
     assert len(set(mnist.writers)) == 539
     assert mnist.images.mean() / 255 == pytest.approx(0.1307, abs=1e-4)
-    fashion = torchvision_set("fashion_mnist", None, "FashionMNIST")
+    fashion = torchvision_set(None, "FashionMNIST")
     assert list(np.bincount(fashion.labels)) == [6000] * 10
     written = femnist(streams, None, 62)
     # of 87,391, but for writers whose only rows are in the test split
