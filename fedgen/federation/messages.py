@@ -49,6 +49,7 @@ _MAX_EVENT_CHARACTERS = 10_000  # characters of an event
 _MAX_TEXT = 2**20  # characters of a text
 _ROWS, _SHARED, _ARRAYS, _FACTS, _PLACE = "rows", "shared", "arrays", "facts", "place"
 _TEXTS, _SUMMED_CLIENTS, _COHORT, _ASKED = "texts", "summed_clients", "cohort", "asked"
+_CONFIRMED = "confirmed"
 _REJECTED = "rejected"
 
 
@@ -102,6 +103,17 @@ def pack_hello() -> RecordDict:
 def pack_round(number: int) -> RecordDict:
     """Pack a single number: a round, a part to prepare, or a tag."""
     return RecordDict({_FACTS: ConfigRecord({_PLACE: number})})
+
+
+def pack_keep(tag: int, confirmed: int) -> RecordDict:
+    """Pack the request to keep the state under a tag, with the last tag that the client has
+    confirmed; 0: none."""
+    return RecordDict({_FACTS: ConfigRecord({_PLACE: tag, _CONFIRMED: confirmed})})
+
+
+def read_confirmed(message: Message) -> int:
+    """Return the confirmed tag of a request to keep the state."""
+    return int(str(_fact(message, _CONFIRMED)))
 
 
 def pack_keys_for(server_round: int, query: str) -> RecordDict:

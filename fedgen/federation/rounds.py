@@ -226,9 +226,12 @@ class Rounds:
     def keep(self) -> None:
         """Have each client with a changed state keep it under the next tag; skip all others."""
         self.state.tag += 1
-        content = messages.pack_round(self.state.tag)
         sent = [
-            self._message(content, messages.KEEP, client)
+            self._message(
+                messages.pack_keep(self.state.tag, self.state.kept_tags.get(client, 0)),
+                messages.KEEP,
+                client,
+            )
             for client in sorted(self._changed_clients)
         ]
         acknowledged, failures = self._send(sent, _acknowledged, count=False)

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import RecordDict
 from forked import Command, until
+from hostile import lying
 from mutation import kills
 from tiny import TINY, Train, fingerprint, rounds_override, tiny
 
 from fedgen import cli
 from fedgen.config.compose import compose
 from fedgen.errors import Interrupted
-from fedgen.federation import checkpoint
+from fedgen.federation import checkpoint, messages
 from fedgen.federation.client.state_store import ClientStore
 from fedgen.federation.rounds import RunState
 from fedgen.run import train as training
@@ -234,14 +236,40 @@ def test_clients_keep_new_states_only(train: Train, monkeypatch: pytest.MonkeyPa
     """DP-MERF queries its clients once; checkpoints after later rounds send no keep messages."""
     kept, keep = [], ClientStore.keep
 
-    def record_keep(store: ClientStore, client: int, tag: int) -> None:
+    def record_keep(store: ClientStore, client: int, tag: int, confirmed: int) -> None:
         kept.append(client)
-        keep(store, client, tag)
+        keep(store, client, tag, confirmed)
 
     monkeypatch.setattr(ClientStore, "keep", record_keep)
     clients = ["partition=iid", "partition.clients=3"]
     train("method=dp_merf_small", *clients, "rounds=4", "runtime.checkpoint_every=1")
     assert sorted(kept) == [0, 1, 2]
+
+
+@kills("fedgen/federation/client/state_store.py", "if int(existing_tag) == confirmed", "if False")
+def test_a_client_with_lost_replies_can_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the state that the server knows of, however many replies are lost later."""
+    kept = []
+
+    def lose(reply: RecordDict) -> None:
+        kept.append(reply)
+        if len(kept) > 1:
+            raise OSError("no network")
+
+    def stop(ready: object, state: RunState, epsilon: object) -> None:
+        if state.rounds == 4:
+            raise KeyboardInterrupt
+
+    lying(monkeypatch, messages.KEEP, lose)
+    losing = ["partition=iid", "partition.clients=4", "runtime.min_success=0.5"]
+    words = [*TINY, *losing, "rounds=5", "sample_every=1", "runtime.checkpoint_every=1"]
+    words += [f"run_dir={tmp_path}/run"]
+    with pytest.raises(Interrupted):
+        training.train(compose("config", words), watch=stop)
+    assert len(kept) > 2
+    assert cli.run(["train", f"resume={tmp_path}/run"]) == 0
 
 
 def test_resuming_a_finished_run_ends_the_same(train: Train) -> None:

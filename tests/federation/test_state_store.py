@@ -58,10 +58,10 @@ def test_a_tag_can_be_restored(tmp_path: Path, in_memory: bool) -> None:
     store = ClientStore(tmp_path, in_memory)
     store.commit(0, TRAIN, 1, {"a": part(1)}, None)
     store.commit(0, ASK, 1, {}, ANSWER)
-    store.keep(0, 1)
+    store.keep(0, 1, 0)
     for server_round in range(2, 5):
         store.commit(0, TRAIN, server_round, {"a": part(server_round), "c": part(9)}, None)
-    store.keep(0, 2)  # and the server dies before it has noted it
+    store.keep(0, 2, 1)  # and the server dies before it has noted it
     again = ClientStore(tmp_path, in_memory)
     again.restore(0, 1)
     assert values(again) == {"a": 1}
@@ -77,17 +77,30 @@ def test_the_disk_does_not_fill_up(tmp_path: Path, in_memory: bool) -> None:
     for server_round in range(20):
         store.commit(0, TRAIN, server_round, {"a": part(server_round)}, None)
         if server_round % 5 == 0:
-            store.keep(0, 1 + server_round // 5)
+            store.keep(0, 1 + server_round // 5, server_round // 5)
     assert files(store) <= 3
     assert len(list(store.folder(0).glob("kept.*"))) == 2
+
+
+def test_a_confirmed_tag_is_retained_until_another_is(tmp_path: Path, in_memory: bool) -> None:
+    """The server's checkpoint names it as long as replies to later calls are lost."""
+    store = ClientStore(tmp_path, in_memory)
+    for tag in range(1, 6):
+        store.commit(0, TRAIN, tag, {"a": part(tag)}, None)
+        store.keep(0, tag, min(tag - 1, 1))
+    assert len(list(store.folder(0).glob("kept.*"))) == 2
+    for tag in (5, 1):
+        again = ClientStore(tmp_path, in_memory)
+        again.restore(0, tag)
+        assert values(again) == {"a": tag}
 
 
 def test_a_late_tag_has_no_effect(tmp_path: Path, in_memory: bool) -> None:
     """The server's checkpoint names a later tag."""
     store = ClientStore(tmp_path, in_memory)
     store.commit(0, TRAIN, 1, {"a": part(1)}, None)
-    store.keep(0, 4)
-    store.keep(0, 3)
+    store.keep(0, 4, 0)
+    store.keep(0, 3, 0)
     again = ClientStore(tmp_path, in_memory)
     again.restore(0, 4)
     assert values(again) == {"a": 1}
@@ -99,7 +112,7 @@ def test_a_repeated_tag_keeps_the_previous_one(tmp_path: Path, in_memory: bool) 
     store = ClientStore(tmp_path, in_memory)
     for tag in (1, 2, 2):
         store.commit(0, TRAIN, tag, {"a": part(tag)}, None) if tag != 2 else None
-        store.keep(0, tag)
+        store.keep(0, tag, tag - 1)
     again = ClientStore(tmp_path, in_memory)
     again.restore(0, 1)
     assert values(again) == {"a": 1}
@@ -112,7 +125,7 @@ def test_several_processes_share_a_state(tmp_path: Path) -> None:
         stores[turn % 2].commit(0, TRAIN, turn, {"a": part(turn)}, None)
         assert values(stores[1 - turn % 2]) == {"a": turn}
         if turn == 3:
-            stores[0].keep(0, 1)
+            stores[0].keep(0, 1, 0)
     stores[1].restore(0, 1)
     assert values(stores[0]) == {"a": 3}
     assert stores[0].last_round(0, TRAIN) == 3
@@ -139,7 +152,7 @@ def test_an_altered_file_is_refused(
     place = tmp_path_factory.mktemp("store")
     store = ClientStore(place, in_memory=False)
     store.commit(0, TRAIN, 1, {"a": part(1)}, None)
-    store.keep(0, 1)
+    store.keep(0, 1, 0)
     [file] = store.folder(0).glob(which)
     data = bytearray(file.read_bytes())
     byte %= len(data)
@@ -155,7 +168,7 @@ def test_an_altered_file_is_refused(
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     store = ClientStore(tmp_path, in_memory=False)
     store.commit(0, TRAIN, 1, {"a": part(1)}, None)
-    store.keep(0, 1)
+    store.keep(0, 1, 0)
     for which in ("a.*.safetensors", "kept.1.json"):
         [file] = store.folder(0).glob(which)
         file.unlink()
@@ -183,12 +196,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.commit(0, TRAIN, self.turn, {name: part(value)}, None)
         self.now = {**self.now, name: float(value)}
 
-    @rule()
-    def keep(self) -> None:
-        last = max(self.kept)
-        tag = last + 1 + self.turn % 3  # some calls are not heard
-        self.store.keep(0, tag)
-        self.kept = {t: v for t, v in self.kept.items() if t in (0, last)} | {tag: self.now}
+    @rule(back=st.integers(0, 1))
+    def keep(self, back: int) -> None:
+        tag = max(self.kept) + 1 + self.turn % 3  # some calls are not heard
+        confirmed = sorted(self.kept)[-1 - min(back, len(self.kept) - 1)]  # and some replies
+        self.store.keep(0, tag, confirmed)
+        self.kept = {t: v for t, v in self.kept.items() if t in (0, confirmed)} | {tag: self.now}
 
     @rule(back=st.integers(0, 1))
     def restart_and_restore(self, back: int) -> None:

@@ -72,9 +72,9 @@ def client_app(
     """Return the app. It captures no data: ``find_context`` looks the client up by the message's
     context. ``without_server``: see ``LocalNodes``.
 
-    A repeated message receives the same reply or, if its response is masked or the client has
-    trained since, an error; nothing is charged twice. A client handles one message at a time, in
-    any process or thread.
+    A repeated message receives the same reply or, if its response is masked, or seeded and the
+    client has trained since, an error; nothing is charged twice. A client handles one message at a
+    time, in any process or thread.
     """
     app = ClientApp(mods=list(mods))
 
@@ -134,7 +134,7 @@ def _sign(ctx: ClientContext, message: Message) -> RecordDict:
 
 
 def _keep(ctx: ClientContext, message: Message) -> RecordDict:
-    ctx.store.keep(ctx.index, messages.read_round(message))
+    ctx.store.keep(ctx.index, messages.read_round(message), messages.read_confirmed(message))
     return messages.pack_acknowledgement()
 
 

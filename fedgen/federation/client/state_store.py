@@ -4,8 +4,8 @@ response if its noise is secret and no masks protect it.
 A part is written to a new file, and the manifest of the client, replaced atomically, lists the
 current files: a process that dies in between leaves the state of the last commit, and any other
 process can continue with the client. ``keep`` retains the current files under a tag; ``restore``
-returns to them. The last two tags are retained, because a server that dies between ``keep`` and its
-own checkpoint restores the earlier one.
+returns to them. Two tags are retained: the last one, and the one that the server's checkpoint
+names, which a server that dies before its next checkpoint restores.
 """
 
 from __future__ import annotations
@@ -144,20 +144,19 @@ class ClientStore:
             self._write_manifest(client, entry, _MANIFEST)
             self._delete(client, entry, replaced)
 
-    def keep(self, client: int, tag: int) -> None:
-        """Retain the current state under a tag, and the previous tag; no others. A repeated or
-        outdated call does nothing: the server's checkpoint may still name the previous tag."""
+    def keep(self, client: int, tag: int, confirmed: int) -> None:
+        """Retain the current state under a tag, and ``confirmed``, the last tag that the server
+        knows to be retained; no others. A repeated or outdated call does nothing."""
         entry = self._entry(client)
         if any(int(existing) >= tag for existing in entry.kept):
             return
         for name in sorted(entry.dirty):
             self._write(client, entry, name, entry.parts[name])
         entry.dirty.clear()
-        last = max(map(int, entry.kept), default=tag)
         entry.kept = {
             existing_tag: files
             for existing_tag, files in entry.kept.items()
-            if int(existing_tag) == last
+            if int(existing_tag) == confirmed
         }
         entry.kept[str(tag)] = [file for file, _ in entry.files.values()]
         self._write_manifest(client, entry, _tag_name(tag))
