@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from sklearn.decomposition import PCA
 from sklearn.mixture import GaussianMixture
+from threadpoolctl import threadpool_limits
 
 from fedgen.config.compose import compose
 from fedgen.run.setup import Setup, setup
@@ -78,15 +78,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--threads", type=int, default=1, help="of both")
     options, overrides = parser.parse_known_args()
-    torch.set_num_threads(options.threads)
+    overrides = [*overrides, f"runtime.threads={options.threads}"]
     with tempfile.TemporaryDirectory() as folder:
         ready = random_setup(Path(folder), options.records, overrides)
     dataset, turns, peers = ready.dataset, [], []
     for _ in range(options.repeats):
         turns.append(client_seconds(ready))
-        peers.append(peer_seconds(dataset.images, dataset.labels))
+        with threadpool_limits(options.threads):
+            peers.append(peer_seconds(dataset.images, dataset.labels))
     thousands = options.records / 1000
     queries = [statistics.median(turn) * 1e3 / thousands for turn in zip(*turns, strict=True)]
     total = statistics.median(sum(turn) for turn in turns) * 1e3 / thousands

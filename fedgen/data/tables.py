@@ -133,7 +133,7 @@ def _listed_file(table: Path, path: PurePosixPath, where: str) -> Path:
         file = (table.parent / path).resolve()
         exists = file.is_file()
     except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
-        file, exists = table.resolve(), False
+        file, exists = table.parent.resolve() / "unreadable", False
     if table.parent.resolve() not in file.parents:
         problem = f"{where} is outside the table's folder"
         raise FedgenError("data.path", problem, "copy the image there")

@@ -192,7 +192,9 @@ class RunDir:
         Raises:
             OSError, ValueError: if it was altered.
         """
-        identity: dict[str, Any] = read_json(self.path / "run.json")
+        identity = read_json(self.path / "run.json")
+        if not isinstance(identity, dict):
+            raise ValueError("run.json is not an object")
         return identity
 
     def add_metrics(self, line: dict[str, Any]) -> None:

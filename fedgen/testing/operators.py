@@ -15,8 +15,13 @@ _SYNCHRONIZING = (
     "is_nonzero",
     "masked_select",
     "_unique2",
+    "unique_consecutive",
+    "unique_dim",
+    "bincount",
+    "repeat_interleave",
     "equal",
 )
+_INDEXING = ("index", "index_put", "index_put_")
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,12 +33,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         name = func.overloadpacket.__name__
-        masks = (
-            [item for item in args[1] if item is not None]
-            if name in ("index", "index_put_")
-            else []
-        )
-        if any(str(mask.dtype) == "torch.bool" for mask in masks):
+        indices = [item for item in args[1] if item is not None] if name in _INDEXING else []
+        if any(str(index.dtype) in ("torch.bool", "torch.uint8") for index in indices):
             name = "nonzero"  # boolean indexing calls nonzero
         self.calls[name] += 1
         return func(*args, **(kwargs or {}))

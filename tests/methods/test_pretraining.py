@@ -134,9 +134,11 @@ def test_networks_are_pretrained_without_queries() -> None:
     assert method.server.query(state, 32, streams) is not None
 
 
-@kills("fedgen/methods/families/pretraining.py", "and drawn.streams == streams", "")
+@kills("fedgen/methods/families/pretraining.py", "self.streams == streams", "True")
+@kills("fedgen/methods/families/pretraining.py", "mine is theirs for mine", "True for mine")
 def test_samples_are_drawn_once() -> None:
-    """For all server rounds of a run; another repetition of it draws its own."""
+    """For all server rounds of a run; another repetition of it, and another state of which a part
+    is the same, have their own."""
     ready, state = released([*words("dpdm_small"), "privacy=none"])
     warm_up = ready.method.server.server_step.__self__  # type: ignore[attr-defined]
     first, repetition = part(state, "first"), ready.streams.for_repetition(1)
@@ -146,6 +148,9 @@ def test_samples_are_drawn_once() -> None:
         state = ready.method.server.server_step(state, round_, ready.streams)
     assert warm_up._samples(part(state, "first"), ready.streams) is samples
     assert warm_up._samples(first, repetition) is not samples
+    longer = {**first, "more": torch.zeros(1)}
+    again = warm_up._samples(longer, ready.streams)
+    assert warm_up._samples({**longer, "more": torch.ones(1)}, ready.streams) is not again
 
 
 def test_a_set_starts_with_samples() -> None:

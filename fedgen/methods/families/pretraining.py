@@ -36,13 +36,21 @@ _MAX_SAMPLES = 16_384
 _SAMPLED_AT_ONCE = 1_024
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Drawn:
-    """Samples by these streams of a state of the first method, identified by one of its tensors."""
+    """Samples by these streams of a state of the first method, identified by its tensors."""
 
-    state: Tensor
+    state: tuple[Tensor, ...]
     streams: RandomStreams
     samples: Shard
+
+    def is_of(self, state: Tensors, streams: RandomStreams) -> bool:
+        """Return whether the samples are of this very state."""
+        return (
+            self.streams == streams
+            and len(self.state) == len(state)
+            and all(mine is theirs for mine, theirs in zip(self.state, state.values(), strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,7 @@ class WarmUp:
                 part(state, "first"), responses, round_, first_streams
             )
             return {**state, **concat_parts(first=updated)}
+        self._drawn.clear()  # no server round follows
         updated = self.then.server.update(
             part(state, "then"), responses, round_ - self.first_round, streams
         )
@@ -143,21 +152,20 @@ class WarmUp:
 
     def _samples(self, first: Tensors, streams: RandomStreams) -> Shard:
         """Return the samples of all server rounds, which are the same after a resume."""
-        state = next(iter(first.values()))
         for drawn in self._drawn:
-            if drawn.state is state and drawn.streams == streams:
+            if drawn.is_of(first, streams):
                 return drawn.samples
         sample_streams, count = streams.at("samples"), self.batch * self.rounds
         count = max(self.batch, min(count, _MAX_SAMPLES))
         labels = torch.randint(0, self.classes, (count,), generator=sample_streams.public("labels"))
         generator = self.first.server.generator(first)
-        parts = [
-            self.first.server.sample(generator, part_labels, sample_streams.at(number)).cpu()
-            for number, part_labels in enumerate(torch.split(labels, _SAMPLED_AT_ONCE))
-        ]
-        images = torch.cat([(part_ * 255).round().to(torch.uint8) for part_ in parts])
-        self._drawn[:] = [_Drawn(state, streams, Shard(images, labels))]
-        return self._drawn[0].samples
+        parts = []
+        for number, part_labels in enumerate(torch.split(labels, _SAMPLED_AT_ONCE)):
+            sampled = self.first.server.sample(generator, part_labels, sample_streams.at(number))
+            parts.append((sampled.cpu() * 255).round().to(torch.uint8))
+        samples = Shard(torch.cat(parts), labels)
+        self._drawn[:] = [_Drawn(tuple(first.values()), streams, samples)]
+        return samples
 
     def membership_scores(
         self, state: Tensors, images: Tensor, labels: Tensor, streams: RandomStreams
