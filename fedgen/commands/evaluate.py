@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from fedgen.config import validation
@@ -32,6 +33,8 @@ from fedgen.storage.io import (
     write_atomic,
 )
 from fedgen.storage.run_dir import SERVER_SIDE
+
+_MARGIN = 1e-3  # of images in [0, 1], for rounding
 
 
 def evaluate(config: DictConfig) -> str:
@@ -142,17 +145,24 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
 
 def read_samples(path: Path, data: Dataset) -> LabelledImages:
     """Read ``images`` (n, channels, height, width), (n, height, width) or (n, height, width, 3)
-    uint8 and ``labels`` (n,) of an .npz, and check them against a data set.
+    uint8 and ``labels`` (n,) of an .npz, or ``x`` in [0, 1] and ``y`` as DPImageBench writes them,
+    and check them against a data set.
 
     Raises:
         FedgenError: for other content.
     """
     try:
         with path.open("rb") as opened:
-            arrays = read_arrays(opened, ("images", "labels"))
-            images, labels = arrays["images"], arrays["labels"]
+            with zipfile.ZipFile(opened) as archive:
+                is_xy = {"x.npy", "y.npy"} <= set(archive.namelist())
+            opened.seek(0)
+            names = ("x", "y") if is_xy else ("images", "labels")
+            arrays = read_arrays(opened, names)
+            images, labels = (arrays[name] for name in names)
+            if is_xy:
+                images = _to_bytes(images)
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-        problem = f"{path} has no arrays images and labels"
+        problem = f"{path} has no arrays images and labels, or x in [0, 1] and y"
         raise FedgenError("samples", problem, "write them by numpy.savez") from error
     actual = f"{images.dtype} {tuple(images.shape)}"
     if images.ndim == 3:
@@ -167,3 +177,11 @@ def read_samples(path: Path, data: Dataset) -> LabelledImages:
         problem = f"{path} has no label from 0 to {data.classes - 1} for each image"
         raise FedgenError("samples", problem, "fix the labels")
     return np.ascontiguousarray(images), labels.astype(np.int64)
+
+
+def _to_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return images in [0, 1] as uint8. Raises ValueError for others."""
+    if images.dtype.kind != "f" or not ((images >= -_MARGIN) & (images <= 1 + _MARGIN)).all():
+        raise ValueError("x is not in [0, 1]")
+    pixels: NDArray[np.uint8] = np.rint(images.clip(0, 1) * 255).astype(np.uint8)
+    return pixels

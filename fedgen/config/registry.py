@@ -94,6 +94,7 @@ REGISTRY = {
     "method.sampler": {"edm": "fedgen.losses.edm:Sampler"},
     "evaluation.classifiers.*": {
         "cnn": "fedgen.evaluation.utility:cnn",
+        "network": "fedgen.evaluation.utility:network",
         "scikit": "fedgen.evaluation.utility:scikit",
     },
 }

@@ -104,6 +104,7 @@ class _Evaluation(_Section):
     max_side: Annotated[int, Ge(8), Le(1024)] | None = None
     jobs: Processes | None
     classifiers: dict[str, _FunctionGroup]
+    real2real: bool = True
     real2gen: list[str]
     judge: bool
     fid: bool
@@ -344,6 +345,7 @@ class _Sample(_Command):
     labels: Any
     seed: Any
     out: Text
+    npz: Literal["fedgen", "dpimagebench"]
     credentials: Text | None
     credentials_key: Text | None
     device: Literal["auto", "cpu", "cuda"]

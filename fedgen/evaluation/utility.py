@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fedgen.config.extensions import load_named
 from fedgen.config.registry import check_model
 from fedgen.errors import FedgenError
 from fedgen.models.classifiers import small_cnn
+from fedgen.models.residual import resnet, resnext, wide_resnet
 from fedgen.storage.io import write_shared
 
 Images = NDArray[np.uint8]
@@ -37,11 +38,20 @@ Labels = NDArray[np.int64]
 Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
+ARCHITECTURES: Mapping[str, Callable[..., nn.Module]] = {
+    "resnet": resnet,
+    "wide_resnet": wide_resnet,
+    "resnext": resnext,
+}
+_BENCHMARK_HELD_OUT = 12  # one of so many samples: 5,000 of 60,000
+_BENCHMARK_EMA = 0.9999
 _HELD_OUT, _PATIENCE, LEAST_BATCHES = 0.1, 3, 60
 _ADAM: dict[str, Any] = {  # torch.optim.Adam's
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     **{"amsgrad": False, "maximize": False},
 }
+_LOGITS_AT_ONCE = 500  # images
+_TIMED = 64  # images of a step that is timed
 _CHUNK = 64  # images per pass: activations fit in CPU caches
 
 
@@ -56,6 +66,87 @@ def cnn(images: Images, labels: Labels, classes: int, seed: int, *, epochs: int)
         return predictions
 
     return predict
+
+
+def network(
+    images: Images,
+    labels: Labels,
+    classes: int,
+    seed: int,
+    *,
+    architecture: Literal["resnet", "wide_resnet", "resnext"],
+    sizes: Mapping[str, float],
+    epochs: int,
+    batch: int,
+    optimizer: Literal["adam", "sgd"],
+    learning_rate: float,
+    decay_every: int,
+) -> Predict:
+    """Train a residual network as DPImageBench does (Gong et al., CCS 2025), on a GPU if there is
+    one: a twelfth of the images is held out, weights are averaged exponentially, and the epoch with
+    the best accuracy of these averages on the held-out images is kept, the last of several.
+
+    Args:
+        architecture: function in ``models/residual.py``.
+        sizes: its depth, width and so on.
+        optimizer: Adam, or SGD with momentum 0.9 and weight decay 5e-4.
+        decay_every: epochs after which the learning rate is divided by five.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = ARCHITECTURES[architecture](images.shape[1:], classes, **sizes).to(device)
+        weights = list(net.parameters())
+        averages = [weight.detach().clone() for weight in weights]
+        if optimizer == "adam":
+            steps: torch.optim.Optimizer = torch.optim.Adam(weights, learning_rate)
+        else:
+            steps = torch.optim.SGD(weights, learning_rate, momentum=0.9, weight_decay=5e-4)
+        schedule = torch.optim.lr_scheduler.StepLR(steps, decay_every, 0.2)
+        pixels, targets = torch.from_numpy(images.copy()).to(device), torch.from_numpy(labels)
+        targets, order = targets.to(device), torch.randperm(len(labels))
+        held, rows = order.tensor_split([len(order) // _BENCHMARK_HELD_OUT])
+        best, count = -1.0, 0
+        for _ in range(epochs):
+            net.train()
+            for part in torch.split(rows[torch.randperm(len(rows))], batch):
+                if len(part) < 2:  # batch normalization needs several
+                    continue
+                steps.zero_grad()
+                loss = F.cross_entropy(net(_centred(pixels[part])), targets[part])
+                loss.backward()  # type: ignore[no-untyped-call]
+                steps.step()
+                count += 1
+                share = 1 - min(_BENCHMARK_EMA, (1 + count) / (10 + count))
+                torch._foreach_lerp_(averages, [weight.detach() for weight in weights], share)
+            schedule.step()
+            current = [weight.detach().clone() for weight in weights]
+            torch._foreach_copy_([weight.data for weight in weights], averages)
+            right = float((_logits(net, pixels[held]).argmax(1) == targets[held]).float().mean())
+            if not len(held) or right >= best:
+                best = right
+                kept = {name: value.clone() for name, value in net.state_dict().items()}
+            torch._foreach_copy_([weight.data for weight in weights], current)
+        net.load_state_dict(kept)
+
+    def predict(images: Images) -> Labels:
+        logits = _logits(net, torch.from_numpy(images.copy()).to(device))
+        predictions: Labels = logits.argmax(1).cpu().numpy()
+        return predictions
+
+    return predict
+
+
+def _logits(net: nn.Module, pixels: Tensor) -> Tensor:
+    """Return the logits (n, classes) of images (n, channels, h, w) uint8, in evaluation mode."""
+    net.eval()
+    with torch.no_grad():
+        return torch.cat([net(_centred(part)) for part in torch.split(pixels, _LOGITS_AT_ONCE)])
+
+
+def _centred(pixels: Tensor) -> Tensor:
+    """Return images in [-1, 1]."""
+    return pixels.float() / 127.5 - 1
 
 
 def scikit(
@@ -147,19 +238,26 @@ def downsample(images: Images, side: int | None) -> Images:
 def expected_seconds(fits: Sequence[Fit]) -> float:
     """Estimate the training time of the networks among classifiers in seconds, from the time of one
     step, if each trains for all of its epochs. Others count as 0."""
-    networks = [fit for fit in fits if fit.epochs and not fit.is_cached]
-    if not networks:
-        return 0.0
-    images, labels = networks[0].rows[0][:128], networks[0].rows[1][:128]
-    net = small_cnn(images.shape[1:], networks[0].classes)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        loss = F.cross_entropy(net(_floats(images)), torch.from_numpy(labels))
-        torch.autograd.grad(loss, list(net.parameters()))
-        seconds.append(time.perf_counter() - start)
-    steps = [fit.epochs * max(len(fit.rows[1]) / 128, LEAST_BATCHES) for fit in networks]
-    return min(seconds) * sum(steps)
+    missing = [fit for fit in fits if fit.settings and not fit.is_cached]
+    seconds = dict.fromkeys({fit.name for fit in missing}, 0.0)
+    for name in seconds:
+        fit = next(fit for fit in missing if fit.name == name)
+        images, labels = (torch.from_numpy(rows[:_TIMED].copy()) for rows in fit.rows)
+        make = ARCHITECTURES.get(fit.settings.get("architecture", ""), small_cnn)
+        net = make(images.shape[1:], fit.classes, **fit.settings.get("sizes", {}))
+        device = "cuda" if torch.cuda.is_available() and make is not small_cnn else "cpu"
+        net, images, labels = net.to(device), images.to(device), labels.to(device)
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            loss = F.cross_entropy(net(_centred(images)), labels)
+            float(torch.autograd.grad(loss, list(net.parameters()))[0].sum())  # synchronizes
+            taken.append(time.perf_counter() - start)
+        seconds[name] = min(taken) / len(labels)
+    return sum(
+        seconds[fit.name] * int(fit.settings["epochs"]) * max(len(fit.rows[1]), 128 * LEAST_BATCHES)
+        for fit in missing
+    )
 
 
 def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float32]:
@@ -199,11 +297,11 @@ class Fit:
     cache_file: Path | None = None
 
     @property
-    def epochs(self) -> int:
-        """Maximum number of epochs of ``cnn``; 0 for other classifiers."""
+    def settings(self) -> Mapping[str, Any]:
+        """Settings of ``cnn`` or ``network``; empty for other classifiers."""
         classifier: Any = self.classifier
-        is_cnn = isinstance(classifier, partial) and classifier.func is cnn
-        return int(classifier.keywords["epochs"]) if is_cnn else 0
+        is_network = isinstance(classifier, partial) and classifier.func in (cnn, network)
+        return classifier.keywords if is_network else {}
 
     @property
     def is_cached(self) -> bool:

@@ -148,9 +148,11 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("labels without test images", text))
     average, calibrated = averages(results)
     if average is not None:
-        rows.append(
-            ("gen2real average", f"{average:.1%}, {calibrated:.1%} of training on real images")
-        )
+        best = max(scores["mean"] for scores in results["gen2real"].values())
+        text = f"{average:.1%}, best {best:.1%}"
+        if calibrated is not None:
+            text += f"; average relative to training on real images: {calibrated:.1%}"
+        rows.append(("gen2real average", text))
     if "classifier" in results:
         classifier = results["classifier"]
         rows.append(
@@ -172,16 +174,16 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
 def averages(results: dict[str, Any], kind: str = "gen2real") -> tuple[float | None, float | None]:
     """Return gen2real (or real2gen) averaged over the classifiers, and the average of each relative
     to real images ("GS-WGAN", section 5.1, calibrated accuracy); None for fewer than two
-    classifiers, or if one has no result.
+    classifiers, or if one has no result; the second also if none was trained on real images.
     """
     pairs = [
         (scores["mean"], results["real2real"].get(name, {}).get("mean"))
         for name, scores in results[kind].items()
     ]
-    if len(pairs) < 2 or any(accuracy is None or not real for accuracy, real in pairs):
+    if len(pairs) < 2 or any(accuracy is None for accuracy, _ in pairs):
         return None, None
     count = len(pairs)
-    return (
-        sum(accuracy for accuracy, _ in pairs) / count,
-        sum(accuracy / real for accuracy, real in pairs) / count,
-    )
+    average = sum(accuracy for accuracy, _ in pairs) / count
+    if not all(real for _, real in pairs):
+        return average, None
+    return average, sum(accuracy / real for accuracy, real in pairs) / count

@@ -38,6 +38,7 @@ from fedgen.evaluation.utility import (
 )
 from fedgen.methods.api import Tensors
 from fedgen.models import classifiers as classifier_models
+from fedgen.models import residual
 from fedgen.randomness import RandomStreams
 from fedgen.reporting.progress import RunProgress
 from fedgen.run.generator import judged_samples
@@ -147,7 +148,9 @@ def suite(
     """
     check_test_split(evaluation, data, distinct)
     images = samples[0] if distinct is None else np.unique(samples[0], axis=0)
-    results = utilities(evaluation, data, samples, streams, progress)
+    real = evaluation.get("real2real", True)
+    results: dict[str, Any] = {"real2real": {}, "real2gen": {}}
+    results |= utilities(evaluation, data, samples, streams, progress, real)
     if distinct is not None:
         results["distinct"] = distinct
     judged = Judged(
@@ -242,7 +245,10 @@ def utilities(
 def _code_digest() -> str:
     """Return a digest of the code of the classifiers."""
     return digest(
-        *(Path(str(module.__file__)).read_bytes() for module in (utility, classifier_models))
+        *(
+            Path(str(module.__file__)).read_bytes()
+            for module in (utility, classifier_models, residual)
+        )
     )
 
 

@@ -344,8 +344,9 @@ def _number(label: Any, classes: int, names: Sequence[str]) -> int:
 
 
 def sample(config: DictConfig) -> str:
-    """Write samples of a run: images (n, channels, height, width) uint8 and labels (n,) in an .npz;
-    a grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
+    """Write samples of a run: images (n, channels, height, width) uint8 and labels (n,) in an .npz,
+    or with ``npz=dpimagebench`` the same as x, float32 in [0, 1], and y, as DPImageBench reads; a
+    grid as a .png; a .parquet of images and labels in the format of the Hugging Face hub; or a
     folder of ``label/00000.png`` that ``data=folder`` reads, with the names of labels if they were
     published, a dataset card and Croissant metadata. All are marked as synthetic: PNGs by XMP
     metadata, the others by the entry ``digital_source_type``. With ``credentials``, PNGs are signed
@@ -358,6 +359,8 @@ def sample(config: DictConfig) -> str:
         problem = f"{out} is neither .npz, .png, .parquet nor a folder"
         remedy = "give out=FILE.npz, out=GRID.png, out=FILE.parquet or out=FOLDER"
         raise FedgenError("out", problem, remedy)
+    if config.npz != "fedgen" and out.suffix != ".npz":
+        raise FedgenError("npz", f"does not apply to out={out}", "give out=FILE.npz")
     path, text, description = Path(config.run), str(out), None
     if is_unfinished(path):
         snapshot = load_snapshot(path)
@@ -382,7 +385,10 @@ def sample(config: DictConfig) -> str:
         with temporary_path(
             out, folder=not out.suffix
         ) as new:  # atomic: an existing file is kept on failure
-            _write(out.suffix, images, labels, published, new)
+            if config.npz == "dpimagebench":
+                _write_xy(images, labels, new)
+            else:
+                _write(out.suffix, images, labels, published, new)
             if description is not None and not out.suffix:
                 _describe_folder(description, new, out.name, len(images))
             if sign is not None:
@@ -412,6 +418,11 @@ def _signer(
         problem = f"applies to PNG files, not to out={out}"
         raise FedgenError("credentials", problem, "give out=GRID.png or out=FOLDER")
     return png_signer(Path(config.credentials), Path(config.credentials_key), description)
+
+
+def _write_xy(images: NDArray[np.uint8], labels: Tensor, new: Path) -> None:
+    origin, floats = np.array(DIGITAL_SOURCE_TYPE), images.astype(np.float32) / 255
+    np.savez_compressed(new, x=floats, y=labels.numpy(), digital_source_type=origin)
 
 
 def _write(

@@ -136,6 +136,36 @@ def test_invalid_settings_are_refused(
     assert error.count("\n") == 1
 
 
+def test_files_of_dpimagebench_are_read_and_written(train: Train, tmp_path: Path) -> None:
+    """The same samples in either form have the same results."""
+    run, records = train(), []
+    for form in ("fedgen", "dpimagebench"):
+        path = tmp_path / form / "gen.npz"
+        path.parent.mkdir()
+        words = [f"run={run}", "n=60", f"npz={form}", f"out={path}"]
+        assert cli.run(["sample", *words]) == 0
+        words = ["data=digits", "evaluation.classifiers.cnn.epochs=1", "evaluation.jobs=1"]
+        assert cli.run(["evaluate", f"samples={path}", *words]) == 0
+        record = json.loads((tmp_path / form / "gen_evaluation" / "evaluation.json").read_text())
+        records.append({key: value for key, value in record.items() if key != "samples"})
+    assert records[0] == records[1]
+    with np.load(tmp_path / "dpimagebench" / "gen.npz") as arrays:
+        assert arrays["x"].dtype == np.float32 and arrays["x"].shape == (60, 1, 8, 8)
+        assert arrays["x"].min() >= 0 and arrays["x"].max() <= 1 and arrays["y"].shape == (60,)
+    assert cli.run(["sample", f"run={run}", "npz=dpimagebench", f"out={tmp_path}/a.png"]) == 2
+
+
+@pytest.mark.parametrize("value", [1.01, -0.01, np.nan, np.inf, 7])
+def test_samples_outside_of_the_unit_interval_are_refused(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = np.zeros((20, 1, 8, 8), type(value) if value == 7 else np.float32)
+    images[3, 0, 2, 2] = value
+    np.savez(tmp_path / "gen.npz", x=images, y=np.arange(20) % 10)
+    assert cli.run(["evaluate", f"samples={tmp_path}/gen.npz", "data=digits"]) == 2
+    assert capsys.readouterr().err.startswith("fedgen: samples: ")
+
+
 def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:
     """Up to random streams: an inception score is a mean over splits, and some classifiers see the
     first images first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedgen.config.build import build
 from fedgen.config.compose import compose
 from fedgen.data.digits import digits
 from fedgen.evaluation.utility import (
+    ARCHITECTURES,
     Fit,
     Predict,
     Scores,
@@ -24,6 +26,7 @@ from fedgen.evaluation.utility import (
     cnn,
     downsample,
     expected_seconds,
+    network,
     scikit,
     summary,
 )
@@ -42,6 +45,80 @@ def right(predict: Predict) -> float:
 
 def test_the_cnn_learns_real_digits() -> None:
     assert right(cnn(*REAL, 10, 0, epochs=10)) > 0.9
+
+
+SMALL_NETWORKS = {
+    "resnet": {"depth": 8},
+    "wide_resnet": {"depth": 10, "width": 1, "dropout": 0.3},
+    "resnext": {"depth": 11, "groups": 2, "width": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "rate"),
+    [("resnet", "adam", 0.01), ("wide_resnet", "adam", 0.01), ("wide_resnet", "sgd", 0.1)],
+)
+def test_residual_networks_learn_real_digits_and_repeat(
+    name: str, optimizer: Any, rate: float
+) -> None:
+    sizes: Any = SMALL_NETWORKS[name]
+    learn: Any = partial(
+        network,
+        architecture=name,
+        sizes=sizes,
+        batch=32,
+        optimizer=optimizer,
+        learning_rate=rate,
+        decay_every=3,
+    )
+    assert right(learn(*REAL, 10, 0, epochs=4)) > 0.9
+    few = DATA.images[:65], DATA.labels[:65]  # the last batch has one image less than two
+    first, again = (learn(*few, 10, 3, epochs=1)(DATA.test_images) for _ in range(2))
+    assert np.array_equal(first, again)
+
+
+@kills(
+    "fedgen/evaluation/utility.py",
+    "held, rows = order.tensor_split([len(order) // _BENCHMARK_HELD_OUT])",
+    "held, rows = order, order",
+)
+def test_held_out_samples_train_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of twelve chooses the epoch."""
+    seen = []
+
+    class Recorded(torch.nn.Module):
+        def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, classes)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append((self.training, images[:, 0, 0, 0].clone()))
+            return self.layer(images.flatten(1))
+
+    monkeypatch.setitem(ARCHITECTURES, "resnet", Recorded)
+    images = np.arange(120, dtype=np.uint8)[:, None, None, None].repeat(8, 2).repeat(8, 3)
+    labels = np.arange(120) % 10
+    network(
+        images, labels, 10, 0, architecture="resnet", sizes={}, epochs=2, batch=22,
+        optimizer="adam", learning_rate=0.01, decay_every=1,
+    )  # fmt: skip
+    trained = {float(pixel) for training, part in seen if training for pixel in part}
+    held = {float(pixel) for training, part in seen if not training for pixel in part}
+    assert len(trained) == 110 and len(held) == 10 and not trained & held
+
+
+def test_dpimagebench_reports_each_network_their_average_and_the_best(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["evaluation=dpimagebench", "evaluation.samples=60", "evaluation.fid=false"]
+    for name, sizes in SMALL_NETWORKS.items():
+        at = f"evaluation.classifiers.{name}"
+        given = ",".join(f"{key}:{value}" for key, value in sizes.items())
+        words += [f"{at}.sizes={{{given}}}", f"{at}.epochs=1", f"{at}.batch=16"]
+    results = json.loads((train(*words) / "results.json").read_text())
+    assert set(results["gen2real"]) == set(SMALL_NETWORKS)
+    assert results["real2real"] == results["real2gen"] == {}
+    assert "gen2real average: " in (out := capsys.readouterr().out) and ", best " in out
 
 
 def test_shuffled_labels_give_chance_accuracy() -> None:
