@@ -86,7 +86,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
             config.merge_with_dotlist([word])
         check_resolved(config)
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
-        if "data" in config:
+        if type_at(config, "data") is not None:
             rows = rows_of(config.data.type, config.data.get("name"))
             if rows is not None and config.data.public_rows is None:
                 config.data.public_rows = rows
