@@ -10,13 +10,15 @@ each with its own noise; each query depends on the previous responses:
     clusters         k-means within each label, ``steps`` times: count and sum of each cluster; with
                      one cluster, once: its mean again, with less noise in fewer components
     covariances      covariance of each label around the centres of its clusters
+    pixels           histogram of coarse intensity levels at each pixel, of all labels together;
+                     optional
     classifier       a private classifier on wavelet features (``scattering_classifier.py``),
                      optional
 
 A sample is a centre plus Gaussian noise with the covariance of its label, mapped to the intensity
-of the same rank in the published histogram, and optionally augmented (a fixed prior, without data).
-Estimates are shrunk by the known noise, never by private counts. With a classifier, an image is
-returned under the label that the classifier predicts.
+of the same rank in the published histogram, or in that of its pixel, and optionally augmented (a
+fixed prior, without data). Estimates are shrunk by the known noise, never by private counts. With a
+classifier, an image is returned under the label that the classifier predicts.
 
 The contribution to a release has norm at most 1, so that adding or removing a record moves it by at
 most 1: for count and sum of a label or cluster jointly, for moments by their Frobenius norm. With
@@ -63,6 +65,7 @@ from fedgen.methods.families.scattering_classifier import (
 from fedgen.models.augmentation import Augmentation
 from fedgen.models.dct import QUANTILES, DctMixture, ExactDct, dct_basis
 from fedgen.models.functional import Tensors, concat_parts, part
+from fedgen.models.pixel_maps import LEVELS
 from fedgen.models.scattering import Scattering
 from fedgen.privacy.clipping import (
     ClippedSum,
@@ -84,10 +87,13 @@ INTENSITIES = 64  # bins of the histogram
 _COUNT = 0.5  # contribution of a record to a count, next to a vector of norm 1
 _JOINT = math.hypot(1, _COUNT)
 _AT_ONCE = 2000  # images
+_PIXEL_SAMPLES = 16_000  # samples whose pixels are compared with the noisy histograms
+_PIXEL_ENTRIES = 2**24  # entries of contributions in memory at a time
 _SIMILARITY = {"second_moments": 0.3, "clusters": 0.5, "covariances": 0.3}
 """Assumed inner product of two contributions of one person (``SumMechanisms.person_clip``). The
 others are not clipped further, because later sums are scaled by them."""
 _PERSON_COUNT = 0.3  # contribution of an image to the count of a sum of second moments
+_PIXEL_TABLES = ("pixel_drawn", "pixel_meant")
 _NONE = 1e-9  # a negligible share of records
 
 
@@ -160,6 +166,16 @@ class Contributions:
         deviation = components - shared["centres"][labels, nearest]
         rows = self._with_count(deviation, bound)
         return sum_of_second_moments(rows, 1.0, labels, self.classes)
+
+    def pixels(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
+        """One of the coarse levels at each pixel, jointly of norm 1, of all labels together: in
+        histograms by label, noise would be a signature of the label."""
+        del shared, labels
+        size = math.prod(self.shape)
+        level = (images * (LEVELS - 1e-3)).long().flatten(1)
+        level += LEVELS * torch.arange(size, device=images.device)
+        rows = images.new_zeros(len(images), size * LEVELS)
+        return sum_of_rows(rows.scatter_(1, level, size**-0.5), 1.0)
 
     def _with_count(self, deviation: Tensor, bound: float) -> Tensor:
         """Return deviations (n, d), clipped to norm ``bound`` and divided by it, after ``count`` if
@@ -276,6 +292,8 @@ class Server:
             "drawn": tables,
             "meant": tables,
         }
+        if self.has_pixels:
+            shapes |= dict.fromkeys(_PIXEL_TABLES, (*self.shape, 1))  # until they are known
         if self.classifier is not None:
             shapes |= self.classifier.space.shapes()
         seeds = {
@@ -314,6 +332,7 @@ class Server:
             "second_moments": (("bound", "means"), self._update_components),
             "clusters": (for_clusters, self._update_clusters),
             "covariances": (for_clusters, self._update_covariances),
+            "pixels": ((), self._update_pixels),
             **(
                 {classifier.query.name: (classifier.requires, classifier.learn)}
                 if classifier
@@ -429,18 +448,43 @@ class Server:
         labels = torch.arange(_AT_ONCE) % self.classes
         source = torch.Generator().manual_seed(int(state["samples.seed"]))
         changed |= self.images.tables({**state, **changed}, labels, source)
-        if self.classifier is not None:
-            source = torch.Generator().manual_seed(int(state["samples.seed"]) + 1)
-            labels = torch.arange(self.classifier.space.samples) % self.classes
-            samples = self.images.sample({**state, **changed}, labels, source, warped=False)
-            changed |= self.classifier.space.fit(samples, labels, source)
-        return changed
+        return changed if self.has_pixels else changed | self._fit_classifier({**state, **changed})
+
+    def _update_pixels(self, state: Mapping[str, Tensor], response: Tensor) -> Tensors:
+        pixels = math.prod(self.shape)
+        shares = response.view(*self.shape, LEVELS) * pixels**0.5
+        records = (shares.sum() / pixels).clamp(min=0.1)  # over their public number
+        labels = torch.multinomial(
+            state["counts"],
+            _PIXEL_SAMPLES,
+            replacement=True,
+            generator=torch.Generator().manual_seed(int(state["samples.seed"]) + 2),
+        )
+        source = torch.Generator().manual_seed(int(state["samples.seed"]) + 3)
+        noise = self.stds["pixels"] * pixels**0.5 / float(records)
+        changed = self.images.pixel_tables(state, labels, source, shares / records, noise)
+        return changed | self._fit_classifier({**state, **changed})
+
+    def _fit_classifier(self, state: Mapping[str, Tensor]) -> Tensors:
+        """Return the feature space of the classifier, fitted to samples; empty without one."""
+        if self.classifier is None:
+            return {}
+        source = torch.Generator().manual_seed(int(state["samples.seed"]) + 1)
+        labels = torch.arange(self.classifier.space.samples) % self.classes
+        samples = self.images.sample(state, labels, source, warped=False)
+        return self.classifier.space.fit(samples, labels, source)
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether histograms of single pixels are queried."""
+        return any(query.name == "pixels" for query in self.sequence.queries)
 
     # --- samples ----------------------------------------------------------------------------------
 
     def generator(self, state: Mapping[str, Tensor]) -> Tensors:
         """Return everything that samples depend on."""
-        names = ("means", "basis", "centres", "shares", "roots", "drawn", "meant")
+        names = ["means", "basis", "centres", "shares", "roots", "drawn", "meant"]
+        names += _PIXEL_TABLES if self.has_pixels else ()
         classifier_names = ("mean", "directions", "weights") if self.classifier else ()
         weights = {name: state[name] for name in names}
         return weights | concat_parts(teacher={name: state[name] for name in classifier_names})
@@ -539,6 +583,7 @@ def mixture(
     *,
     rows: int,
     shares: Mapping[str, float],
+    pixel_share: float | None = None,
     steps: int,
     dct_size: int | None,
     components: int | None,
@@ -558,8 +603,10 @@ def mixture(
             noise.
         rows: public number near the number of records of all clients; each divides by its equal
             share.
-        shares: shares of the mixture's budget for histogram, means, second_moments, clusters and
+        shares: shares of the mixture's budget for histogram, means, second_moments, clusters,
             covariances.
+        pixel_share: share of the mixture's budget for pixels, and the others have the rest; None:
+            these are not queried.
         steps: steps of k-means; one if a label has a single cluster.
         dct_size, components, clusters: m, d and k; None: derived from the noise (``_sizes``).
         private_classifier: classifier that labels samples: none, ridge regression, or softmax
@@ -580,6 +627,12 @@ def mixture(
     if classifier_samples < 2 * facts.classes:
         problem = f"{classifier_samples} are too few for {facts.classes} labels"
         raise FedgenError("method.classifier_samples", problem, f"use {2 * facts.classes} or more")
+    if pixel_share is not None:
+        if not 0 < pixel_share < 1:
+            problem = f"must be between 0 and 1, got {pixel_share:g}"
+            raise FedgenError("method.pixel_share", problem, "e.g. 0.01")
+        shares = {name: share * (1 - pixel_share) for name, share in shares.items()}
+        shares |= {"pixels": pixel_share}
     if not 0 < classifier_share < 1:
         problem = f"must be between 0 and 1, got {classifier_share:g}"
         raise FedgenError("method.classifier_share", problem, "e.g. 0.5")
@@ -590,7 +643,7 @@ def mixture(
     # the records of a client lie in many blocks and directions, so their mean has a smaller norm
     blocks = min(1.0, 1.5 / math.sqrt(facts.classes))
     client_clips = {"histogram": 1.0, "means": blocks, "second_moments": 0.5, "clusters": blocks}
-    client_clips |= {"covariances": 0.5 * blocks}
+    client_clips |= {"covariances": 0.5 * blocks, "pixels": 1.0}
     repeats = dict.fromkeys(shares, 1) | {"clusters": steps}
 
     def mechanism(name: str) -> SumGaussian | ClientGaussian:
@@ -660,6 +713,12 @@ def mixture(
             contributions.cluster_covariances,
         ),
     ]
+    if "pixels" in shares:
+        entries = math.prod(facts.shape) * LEVELS
+        at_once = max(1, min(2048, _PIXEL_ENTRIES // entries))
+        queries.append(
+            SumQuery("pixels", entries, mechanisms["pixels"], contributions.pixels, at_once=at_once)
+        )
     sequence = SumSequence((*queries, *([classifier.query] if classifier else [])), device)
     server = Server(
         facts.shape,

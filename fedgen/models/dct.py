@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from fedgen.models.augmentation import Augmentation
 from fedgen.models.functional import Tensors
+from fedgen.models.pixel_maps import map_pixels, pixel_map, quantiles
 
 QUANTILES = 1024
 """Number of entries of an intensity table."""
+_RAW_AT_ONCE = 2000  # images
 _PIXEL_BITS, _DOUBLE_BITS = 8, 53  # of a pixel, and of integers in a double
 
 
@@ -72,6 +74,7 @@ class DctMixture:
         label, (labels, c * m^2).
     drawn, meant: sampled and target intensities of pixels at the same ranks, (c, QUANTILES); see
         ``tables``.
+    pixel_drawn, pixel_meant: optional: the same for each pixel, (c, h, w, quantiles).
 
     shape: shape of images, (c, h, w).
     basis: DCT basis, (h * w, m^2).
@@ -91,9 +94,10 @@ class DctMixture:
     ) -> Tensor:
         """Return images in [0, 1], mapped to the target intensity histogram."""
         raw = self._raw(weights, labels, source)
-        tables = zip(weights["drawn"], weights["meant"], strict=True)
-        channels = [_interpolated(raw[:, channel], *both) for channel, both in enumerate(tables)]
-        images = torch.stack(channels, 1)
+        if "pixel_drawn" in weights and weights["pixel_drawn"].any():
+            images = map_pixels(raw, weights["pixel_drawn"], weights["pixel_meant"])
+        else:
+            images = self._mapped(weights, raw)
         return self.augmentation(images, source) if warped and self.augmentation else images
 
     def tables(
@@ -109,14 +113,30 @@ class DctMixture:
         ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
         ascending = raw.sort(1).values
         sampled = ascending[:, (ranks * ascending.shape[1]).long()]
-        targets = []
-        for shares in weights["histogram"]:
-            cumulative = shares.cumsum(0) / shares.sum()
-            level = torch.searchsorted(cumulative, ranks).clamp(max=len(shares) - 1)
-            before = torch.cat([cumulative.new_zeros(1), cumulative])[level]
-            within = ((ranks - before) / (cumulative[level] - before).clamp(min=1e-9)).clamp(0, 1)
-            targets.append(torch.where(level == 0, 0.0, (level + within) / len(shares)))
-        return {"drawn": sampled, "meant": torch.stack(targets)}
+        return {"drawn": sampled, "meant": quantiles(weights["histogram"], ranks)}
+
+    def pixel_tables(
+        self,
+        weights: Mapping[str, Tensor],
+        labels: Tensor,
+        source: torch.Generator,
+        noisy: Tensor,
+        noise: float,
+    ) -> Tensors:
+        """Return the same for each pixel, by a noisy histogram of each pixel (c, h, w, levels); see
+        ``pixel_maps``."""
+        raw = torch.cat(
+            [self._raw(weights, part, source) for part in torch.split(labels, _RAW_AT_ONCE)]
+        )
+        mapped = self._mapped(weights, raw)
+        drawn, meant = pixel_map(raw, mapped, weights["histogram"], noisy.float(), noise)
+        return {"pixel_drawn": drawn, "pixel_meant": meant}
+
+    def _mapped(self, weights: Mapping[str, Tensor], raw: Tensor) -> Tensor:
+        """Return images in [0, 1] with the target intensities of all pixels together."""
+        tables = zip(weights["drawn"], weights["meant"], strict=True)
+        channels = [_interpolated(raw[:, channel], *both) for channel, both in enumerate(tables)]
+        return torch.stack(channels, 1)
 
     def _raw(
         self, weights: Mapping[str, Tensor], labels: Tensor, source: torch.Generator

@@ -38,6 +38,9 @@ def noise_domain(
     for name in TARGETS[1:]:  # younger than seeds that people use
         if settings["privacy"].get(name) is None:
             settings["privacy"].pop(name, None)
+    for method in (settings["method"], settings["warm_up"]["method"]):
+        if method and method.get("pixel_share") is None:
+            method.pop("pixel_share", None)  # also younger
     domain_inputs = [
         settings.get(key) for key in ("method", "privacy", "partition", "rounds", "start")
     ]

@@ -117,11 +117,12 @@ def run(method: Method, shards: list[Shard], streams: RandomStreams = STREAMS) -
     "mixture_share * shares[name],",
     "shares[name],",
 )
+@pytest.mark.parametrize("pixel_share", [None, 0.1])
 @pytest.mark.parametrize("teacher", ["none", "ridge", "descent"])
-def test_all_sums_together_cost_one_gaussian(teacher: str) -> None:
+def test_all_sums_together_cost_one_gaussian(teacher: str, pixel_share: float | None) -> None:
     """Squared ratios of sensitivity to noise add up to that of the whole, against dp_accounting."""
-    plan = make(0.5, private_classifier=teacher).plan
-    rounds = {"none": 6, "ridge": 7, "descent": 9}[teacher]
+    plan = make(0.5, private_classifier=teacher, pixel_share=pixel_share).plan
+    rounds = {"none": 6, "ridge": 7, "descent": 9}[teacher] + bool(pixel_share)
     assert plan.query_rounds == plan.fixed_rounds == rounds
     spend = canonical(plan.server_event(rounds))
     leaves = [leaf for leaf, count in spend.items() for _ in range(count)]
@@ -161,7 +162,7 @@ def test_one_record_moves_every_sum_by_at_most_its_clip_norm(
 ) -> None:
     """For any query and any record, exactly in double precision."""
     source = torch.Generator().manual_seed(seed)
-    method = make(1.0, private_classifier="ridge")
+    method = make(1.0, private_classifier="ridge", pixel_share=0.1)
     rows = shard(6, seed=seed)
     images = torch.full_like(rows.images, 255) if white else rows.images
     for worst in [
@@ -169,7 +170,8 @@ def test_one_record_moves_every_sum_by_at_most_its_clip_norm(
         *make(1.0, private_classifier="descent").worst_cases()[-1:],
     ]:
         named = next(iter(worst.query.samples))
-        program = make(1.0, private_classifier="descent" if named == "descent" else "ridge")
+        classifier = "descent" if named == "descent" else "ridge"
+        program = make(1.0, private_classifier=classifier, pixel_share=0.1)
         shared = {
             name: size * torch.randn(value.shape, generator=source)
             for name, value in worst.query.shared.items()
@@ -257,6 +259,33 @@ def test_non_finite_images_contribute_zero_to_moments() -> None:
 def drawn(method: Method, state: dict[str, Tensor], count: int = 400) -> tuple[Tensor, Tensor]:
     labels = torch.arange(count) % 2
     return method.server.sample(method.server.generator(state), labels, STREAMS), labels
+
+
+@kills("fedgen/methods/mixture.py", "if self.has_pixels:\n", "if False:\n")
+@kills("fedgen/methods/mixture.py", "LEVELS) * pixels**0.5", "LEVELS)")
+@pytest.mark.parametrize("classifier", ["none", "ridge"])
+def test_pixels_have_the_distribution_of_their_position(classifier: str) -> None:
+    """Images are black or white at each pixel, with probabilities that differ between pixels."""
+    source = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(SHAPE, generator=source)
+    white = torch.rand((400, *SHAPE), generator=source) < probabilities
+    images = Shard(255 * white.to(torch.uint8), torch.arange(400) % 2)
+    distances = []
+    for share in (None, 0.1):
+        method = make(rows=400, pixel_share=share, private_classifier=classifier)
+        samples, _ = drawn(method, run(method, [images]))
+        distances.append(
+            float(((samples > 0.5).float().mean(0) - white.float().mean(0)).abs().mean())
+        )
+    assert distances[1] < 0.5 * distances[0]
+
+
+def test_samples_of_an_interrupted_run_have_the_histogram_of_all_pixels() -> None:
+    method = make(pixel_share=0.1, private_classifier="none")
+    state = run(method, [shard(200)])
+    state["pixel_drawn"] = state["pixel_meant"] = torch.zeros(*SHAPE, 1)
+    plain = make(private_classifier="none")
+    assert torch.equal(drawn(method, state)[0], drawn(plain, run(plain, [shard(200)]))[0])
 
 
 def test_samples_resemble_the_images() -> None:
@@ -495,6 +524,7 @@ def test_features_have_norm_one_and_do_not_depend_on_contrast() -> None:
         (["method.classifier_share=1.5"], "method.classifier_share"),
         (["method.steps=0"], "method.steps"),
         (["method.shares.means=-1"], "method.shares"),
+        (["method.pixel_share=1"], "method.pixel_share"),
         (["+method.shares.foo=0.1", "method.shares.means=0.05"], "method.shares"),
         (["method.clusters=1.5"], "method.clusters"),
         (["method.clusters=foo"], "method.clusters"),
