@@ -50,10 +50,10 @@ usage: fedgen <command> [key=value ...]
                                           the counts are private
   fedgen sample run=DIR n=N out=FILE.npz  samples of a finished run; labels=[3,5] only of these;
                                           out=GRID.png, FILE.parquet, or FOLDER of label/00000.png;
-                                          npz=dpimagebench writes the arrays of its gen.npz;
+                                          npz=dpimagebench writes DPImageBench's gen.npz;
                                           credentials=CERT.pem credentials_key=KEY.pem signs PNGs
   fedgen evaluate run=DIR                 evaluate a finished run again
-  fedgen evaluate samples=FILE.npz data=NAME     evaluate any samples, also DPImageBench's gen.npz
+  fedgen evaluate samples=FILE.npz data=NAME     any samples, including DPImageBench's gen.npz
   fedgen report runs=DIR|[DIR,...] out=FILE.html  one page about them; audience=server|public
                                           about.file=FILE.yaml
   fedgen release run=DIR out=FILE.zip     train a rehearsal again with secret noise and no other

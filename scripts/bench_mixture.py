@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of both")
+    parser.add_argument("--threads", type=int, default=1, help="of fedgen and of scikit-learn")
     options, overrides = parser.parse_known_args()
     overrides = [*overrides, f"runtime.threads={options.threads}"]
     with tempfile.TemporaryDirectory() as folder:

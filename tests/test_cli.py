@@ -77,7 +77,7 @@ MISTAKES = [
     ("data.size", ["data=folder", "data.path=x", "data.size=32px"], "must be a whole number"),
     ("data.size", ["data=hugging_face", "data.path=x", "data.size=4"], "at least 8"),
     ("data.channels", ["data=folder", "data.path=x", "data.channels=2"], "choose 1 or 3"),
-    ("data.kind", ["data=mnist", "data.kind=ImageFolder"], "choose MNIST or FashionMNIST"),
+    ("data.name", ["data=torchvision", "data.name=MNST"], "choose MNIST"),
     ("data.no_such", ["+data.no_such=1"], "is not a setting"),
     ("partition.alpha", ["partition=dirichlet", "partition.alpha=0"], "must be positive"),
     (

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from omegaconf import DictConfig, OmegaConf
 
 from fedgen.config.overrides import config_name
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError
 from fedgen.methods.api import AggregationKind
 from fedgen.methods.plan import Plan
@@ -44,7 +45,7 @@ def _row(ready: Setup, views: dict[str, Bound]) -> dict[str, Any]:
     formula = claim and or_null(claim.epsilon(privacy.budget.rounds, privacy.delta))
     return {
         "recipe": ready.config.names.method,
-        "data": ready.config.names.data,
+        "data": data_label(ready.config),
         "unit": plan.unit.value,
         "delta": privacy.delta,
         "claimed_epsilon": None,
@@ -68,7 +69,7 @@ def _describe(ready: Setup, views: dict[str, Bound]) -> str:
     clients = len(ready.shards)
     noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.6g}"
     lines = [
-        f"{ready.config.names.method} on {ready.config.names.data}, "
+        f"{ready.config.names.method} on {data_label(ready.config)}, "
         f"{clients} client{'s' if clients > 1 else ''}: at most {privacy.budget.rounds} rounds"
         f"{_describe_query_rounds(plan, privacy.budget.rounds)} of {plan.samples_per_round} "
         f"query sample{'s' if plan.samples_per_round > 1 else ''}; each client responds to "

@@ -13,7 +13,7 @@ from fedgen.config import validation
 from fedgen.config.compose import compose
 from fedgen.config.overrides import config_name, shell_quote, to_override_value
 from fedgen.config.registry import to_plain
-from fedgen.data.catalogue import NAMED
+from fedgen.data.catalogue import CATALOGUE
 from fedgen.data.datasets import Dataset
 from fedgen.privacy.budget import delta_problem
 from fedgen.run.preflight import (
@@ -70,7 +70,7 @@ def check(config: DictConfig) -> str:
     defaults = OmegaConf.load(config_name("data", config.names.data))
     assert isinstance(defaults, DictConfig)  # checked when it was composed
     usual = to_plain(defaults)
-    has_public_rows = usual.get("public_rows") is not None or config.data.type in NAMED
+    has_public_rows = usual.get("public_rows") is not None or config.data.type in CATALOGUE
     fitting = _suggested_overrides(dataset, has_public_rows)
     lines.append(
         "suggested: fedgen train "

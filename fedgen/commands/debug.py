@@ -27,6 +27,7 @@ from torch import Tensor
 from fedgen.commands import debug_groups
 from fedgen.commands.debug_groups import check_place, part_config, write_start
 from fedgen.config import validation
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.evaluation.client_comparison import FEWEST, Comparison, Explanation, compare
 from fedgen.models.client_statistics import NOISE, StatisticsSpace, mean_images
@@ -327,7 +328,7 @@ def _results(
         epsilons = {"server": bound, "release": bound}
     return {
         "schema": 1,
-        "data": config.names.data,
+        "data": data_label(config),
         "seed": config.seed,
         "epsilon": {view: epsilons[view] for view in ("server", "release")},
         "clients": [

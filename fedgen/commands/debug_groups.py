@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fedgen.config import validation
+from fedgen.data.catalogue import data_label
 from fedgen.data.corruption import corrupt, sample_bugged_clients
 from fedgen.data.datasets import Dataset
 from fedgen.data.partition import Index
@@ -283,7 +284,7 @@ def _results(config: DictConfig, split: Split, place: Path, decision: Verdict) -
     return {
         "schema": 1,
         "method": config.names.method,
-        "data": config.names.data,
+        "data": data_label(config),
         "seed": config.seed,
         "clients": len(split.bugged) - len(split.reserved),
         "reserved_clients": len(split.reserved),

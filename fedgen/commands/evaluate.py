@@ -34,7 +34,7 @@ from fedgen.storage.io import (
 )
 from fedgen.storage.run_dir import SERVER_SIDE
 
-_MARGIN = 1e-3  # of images in [0, 1], for rounding
+_MARGIN = 1e-3  # tolerance for values outside [0, 1]
 
 
 def evaluate(config: DictConfig) -> str:
@@ -145,8 +145,8 @@ def judge_samples(config: DictConfig) -> tuple[dict[str, Any], Path]:
 
 def read_samples(path: Path, data: Dataset) -> LabelledImages:
     """Read ``images`` (n, channels, height, width), (n, height, width) or (n, height, width, 3)
-    uint8 and ``labels`` (n,) of an .npz, or ``x`` in [0, 1] and ``y`` as DPImageBench writes them,
-    and check them against a data set.
+    uint8 and ``labels`` (n,) of an .npz, or DPImageBench's ``x`` in [0, 1] and ``y``, and check
+    them against a data set.
 
     Raises:
         FedgenError: for other content.
@@ -154,16 +154,17 @@ def read_samples(path: Path, data: Dataset) -> LabelledImages:
     try:
         with path.open("rb") as opened:
             with zipfile.ZipFile(opened) as archive:
-                is_xy = {"x.npy", "y.npy"} <= set(archive.namelist())
+                stored = set(archive.namelist())
+            is_xy = {"x.npy", "y.npy"} <= stored and "images.npy" not in stored
             opened.seek(0)
             names = ("x", "y") if is_xy else ("images", "labels")
             arrays = read_arrays(opened, names)
             images, labels = (arrays[name] for name in names)
-            if is_xy:
-                images = _to_bytes(images)
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-        problem = f"{path} has no arrays images and labels, or x in [0, 1] and y"
+        problem = f"{path} has no arrays images and labels, or x and y"
         raise FedgenError("samples", problem, "write them by numpy.savez") from error
+    if is_xy:
+        images = _to_uint8(path, images)
     actual = f"{images.dtype} {tuple(images.shape)}"
     if images.ndim == 3:
         images = images[:, None]
@@ -179,9 +180,11 @@ def read_samples(path: Path, data: Dataset) -> LabelledImages:
     return np.ascontiguousarray(images), labels.astype(np.int64)
 
 
-def _to_bytes(images: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return images in [0, 1] as uint8. Raises ValueError for others."""
-    if images.dtype.kind != "f" or not ((images >= -_MARGIN) & (images <= 1 + _MARGIN)).all():
-        raise ValueError("x is not in [0, 1]")
+def _to_uint8(path: Path, images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return images in [0, 1] as uint8."""
+    inside = images.dtype.kind == "f" and (images >= -_MARGIN) & (images <= 1 + _MARGIN)
+    if not np.all(inside):
+        problem = f"{path}: x ({images.dtype}) has values outside [0, 1]"
+        raise FedgenError("samples", problem, "scale them, or name the arrays images and labels")
     pixels: NDArray[np.uint8] = np.rint(images.clip(0, 1) * 255).astype(np.uint8)
     return pixels

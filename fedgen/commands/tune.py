@@ -25,6 +25,7 @@ from fedgen.commands.evaluate import evaluate
 from fedgen.config.compose import compose
 from fedgen.config.overrides import grid_points
 from fedgen.config.schema import TARGETS
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError, Interrupted
 from fedgen.federation import checkpoint
 from fedgen.methods.families.noisy_sums import RELATION
@@ -87,7 +88,7 @@ def tune(config: DictConfig, grid: Sequence[DictConfig]) -> str:
     if config.run_dir is not None:
         check_no_links(Path(config.run_dir), "run_dir")
     plan = _plan(config, grid)
-    tune_dir = Path(config.run_dir or unused_folder(f"runs/tune-{config.names.data}"))
+    tune_dir = Path(config.run_dir or unused_folder(f"runs/tune-{data_label(config)}"))
     make_folder(tune_dir)
     with locked_folder(tune_dir, "run_dir"):
         runs = _sample_or_load_runs(config, plan, tune_dir)

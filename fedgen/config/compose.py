@@ -39,7 +39,7 @@ from fedgen.config.schema import (
     check_resolved,
     check_settings,
 )
-from fedgen.data.catalogue import rows_of
+from fedgen.data.catalogue import public_rows_of
 from fedgen.errors import FedgenError
 
 _NO_GROUPS = {"benchmark": ("matrix", "data")}
@@ -87,7 +87,7 @@ def compose(name: str, overrides: list[str]) -> DictConfig:
         check_resolved(config)
         config.names = {k: v for k, v in groups.items() if "/" not in k and isinstance(v, str)}
         if type_at(config, "data") is not None:
-            rows = rows_of(config.data.type, config.data.get("name"))
+            rows = public_rows_of(config.data.type, config.data.get("name"))
             if rows is not None and config.data.public_rows is None:
                 config.data.public_rows = rows
         if OmegaConf.select(config, "runtime.threads") == "auto":

@@ -115,6 +115,10 @@ def check_evaluation(config: DictConfig) -> None:
     for name, classifier in evaluation.classifiers.items():
         key = f"evaluation.classifiers.{name}"
         check_parameters(classifier, key)
+        if "architecture" in classifier:
+            from fedgen.models.residual import check_depth  # torch takes a second
+
+            check_depth(classifier.architecture, classifier.depth, f"{key}.depth")
         if "model" in classifier:
             registry.check_model(classifier.model, f"{key}.model")
             model_settings = registry.to_plain(classifier)
@@ -124,6 +128,9 @@ def check_evaluation(config: DictConfig) -> None:
             if model_settings or is_extension(classifier.model):
                 model = load_named(classifier.model, f"{key}.model")
                 check_function(model, classifier.model, model_settings, key, frozenset())
+    if evaluation.real2gen and not evaluation.get("real2real", True):
+        problem = "needs classifiers of real images, and evaluation.real2real is false"
+        raise FedgenError("evaluation.real2gen", problem, "set it to []")
     unknown = [name for name in evaluation.real2gen if name not in evaluation.classifiers]
     if unknown:
         names = ", ".join(map(str, evaluation.classifiers)) or "none"

@@ -1,18 +1,26 @@
-"""Images in ``.zip`` archives as NVIDIA's ``dataset_tool`` of StyleGAN and EDM writes them, and as
-DPImageBench prepares its data sets: image files, and ``dataset.json`` with the label of each."""
+"""Archives in the format of ``dataset_tool`` (StyleGAN, EDM), which DPImageBench uses, too: a
+``.zip`` of image files, and ``dataset.json`` with the label of each."""
 
 from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import numpy as np
 
-from fedgen.data.datasets import Dataset, ExampleKeys, Images, build_dataset, data_root
+from fedgen.data.datasets import (
+    Dataset,
+    ExampleKeys,
+    Images,
+    Labels,
+    build_dataset,
+    data_root,
+)
 from fedgen.data.images import Channels, ReadOptions, Side, read_images
 from fedgen.data.labels import to_numbers, validate_names
 from fedgen.data.npz import moves_if_sorted
@@ -20,7 +28,8 @@ from fedgen.errors import FedgenError
 from fedgen.storage.io import parse_json
 
 _LABELS = "dataset.json"
-_MAX_LABELS, _MAX_IMAGE = 2**27, 2**26  # bytes
+_MAX_LABELS, _MAX_IMAGE = 2**26, 2**26  # bytes
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others are decompressed without a limit
 _MAX_FILES = 10**7
 
 
@@ -52,7 +61,7 @@ def archives(
     count = len(names) if names is not None else int(classes or 0)
     options = ReadOptions(size, channels)
     (images, train_labels), (test_images, test_labels) = (
-        _read(_path(place, root), f"data.{key}", count, options)
+        _read(place, root, f"data.{key}", count, options, names)
         for key, place in (("train", train), ("test", test))
     )
     return build_dataset(
@@ -80,30 +89,38 @@ class _Member:
         return io.BytesIO(_member(self.archive, self.name, _MAX_IMAGE))
 
 
-def _path(place: str, root: str | None) -> Path:
-    path = Path(place).expanduser()
-    return path if path.exists() else data_root(root) / path
-
-
 def _read(
-    file: Path, key: str, classes: int, options: ReadOptions
-) -> tuple[Images, np.ndarray[Any, np.dtype[np.int64]]]:
+    place: str,
+    root: str | None,
+    key: str,
+    classes: int,
+    options: ReadOptions,
+    names: Sequence[str] | None,
+) -> tuple[Images, Labels]:
     """Return images (n, channels, height, width) and labels (n,) of an archive."""
+    file = Path(place)
     try:
+        file = file if file.exists() else data_root(root) / file
         with zipfile.ZipFile(file) as archive:
             if len(archive.namelist()) > _MAX_FILES:
                 raise ValueError(f"more than {_MAX_FILES:,} files")
             pairs = _pairs(parse_json(_member(archive, _LABELS, _MAX_LABELS).decode()))
             sources = [(name, _Member(archive, name)) for name, _ in pairs]
             if missing := {name for name, _ in pairs}.difference(archive.namelist()):
-                raise ValueError(f"{_LABELS} lists {min(missing)[:100]!r}, which is not there")
+                raise ValueError(f"{_LABELS} lists {min(missing)[:100]!r}, which it lacks")
             images = read_images(file, sources, options, key=key).images
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, RuntimeError) as error:
+    except FileNotFoundError as error:
+        remedy = "give a path relative to the working directory or to data.root"
+        raise FedgenError(key, f"there is no {file}", remedy) from error
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, *_BROKEN) as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         problem = f"{file} is not a readable archive of images ({reason})"
         raise FedgenError(key, problem, f"write it with {_LABELS}, as dataset_tool does") from error
     numbers = np.array([label for _, label in pairs])
-    return images, to_numbers(f"{file}, {_LABELS}", numbers, classes)
+    return images, to_numbers(f"{file}, {_LABELS}", numbers, classes, names)
+
+
+_BROKEN = (zlib.error, EOFError, MemoryError, RuntimeError, NotImplementedError)
 
 
 def _pairs(listing: object) -> list[tuple[str, int]]:
@@ -118,7 +135,7 @@ def _pairs(listing: object) -> list[tuple[str, int]]:
         and type(entry[1]) is int
         for entry in entries
     ):
-        raise ValueError(f"{_LABELS} must list pairs of name and whole number")
+        raise ValueError(f"{_LABELS} must list pairs [name, label] with whole numbers")
     if len({name for name, _ in entries}) < len(entries):
         raise ValueError(f"{_LABELS} lists an image twice")
     return [(name, label) for name, label in entries]
@@ -126,7 +143,10 @@ def _pairs(listing: object) -> list[tuple[str, int]]:
 
 def _member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
     """Return the bytes of a member of limited size."""
-    with archive.open(name) as opened:
+    info = archive.getinfo(name)
+    if info.compress_type not in _METHODS:
+        raise ValueError(f"{name[:100]!r} is neither stored nor deflated")
+    with archive.open(info) as opened:
         content = opened.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"{name[:100]!r} exceeds {limit:,} bytes")

@@ -1,5 +1,5 @@
-"""Camelyon17 in WILDS (Koh et al., ICML 2021): patches of lymph nodes from five hospitals, from the
-user's own copy."""
+"""Camelyon17 as distributed by WILDS (Koh et al., ICML 2021), from the user's copy: patches of
+lymph nodes from five hospitals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def camelyon17(
     root: str | None, size: Side = 32, channels: Channels | None = None, **_: object
 ) -> Dataset:
     """Load ``camelyon17_v1.0/metadata.csv`` and ``patches/`` in the official split: training images
-    of three hospitals, test images of a fourth. Neither validation split is used.
+    of three hospitals, test images of a fourth. The two validation splits are not used.
 
     Hospitals are clients (``partition=by_folder``), and patients are persons.
 
@@ -37,8 +37,9 @@ def camelyon17(
     folder = data_root(root) / "camelyon17_v1.0"
     try:
         patients, nodes, xs, ys, tumor, centers, splits = _columns(folder / "metadata.csv")
-    except (OSError, ValueError, KeyError, csv.Error) as error:
-        problem = f"no readable Camelyon17 in {folder} ({type(error).__name__})"
+    except (OSError, ValueError, TypeError, OverflowError, KeyError, csv.Error) as error:
+        reason = f"no column {error}" if isinstance(error, KeyError) else error
+        problem = f"{folder / 'metadata.csv'} cannot be read ({reason})"
         remedy = "put WILDS' copy there: metadata.csv and patches/"
         raise FedgenError("data.root", problem, remedy) from error
     is_train = (splits == 0) & ~np.isin(centers, (_VALIDATION_CENTER, _TEST_CENTER))
@@ -51,8 +52,8 @@ def camelyon17(
         ]
         files = [(name, folder / name) for name in names]
         if not files:
-            problem = f"{folder / 'metadata.csv'} lists no images of a split"
-            raise FedgenError("data.root", problem, "restore it")
+            problem = f"{folder / 'metadata.csv'} lists no images to train on, or none to test on"
+            raise FedgenError("data.root", problem, "download it again")
         options = ReadOptions(size, channels or 3)
         parts.append((read_images(folder, files, options, key="data.root").images, tumor[rows]))
     (images, labels), (test_images, test_labels) = parts

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from omegaconf import DictConfig
+
 from fedgen.errors import FedgenError
 
 
@@ -15,7 +17,7 @@ class Facts:
 
     rows: number of training images in the official split.
     classes: number of labels.
-    file: name of an ``.npz`` with the data set, without its ending.
+    file: stem of the ``.npz`` that is read first.
     """
 
     rows: int
@@ -24,17 +26,17 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class MedicalFacts:
+class MedMnistFacts:
     """Public facts of a data set of MedMNIST.
 
     rows: number of training images.
     labels: names of the labels in order, or of the binary columns.
-    has_columns: whether labels are binary columns, one for each finding.
+    is_multi_label: whether an image may have several labels, in binary columns.
     """
 
     rows: int
     labels: tuple[str, ...]
-    has_columns: bool = False
+    is_multi_label: bool = False
 
 
 TORCHVISION = {
@@ -73,7 +75,7 @@ _ORGANS = (
     "spleen",
 )
 MEDMNIST = {
-    "pathmnist": MedicalFacts(
+    "pathmnist": MedMnistFacts(
         89_996,
         (
             "adipose",
@@ -87,7 +89,7 @@ MEDMNIST = {
             "colorectal adenocarcinoma epithelium",
         ),
     ),
-    "chestmnist": MedicalFacts(
+    "chestmnist": MedMnistFacts(
         78_468,
         (
             "atelectasis",
@@ -105,9 +107,9 @@ MEDMNIST = {
             "pleural",
             "hernia",
         ),
-        has_columns=True,
+        is_multi_label=True,
     ),
-    "dermamnist": MedicalFacts(
+    "dermamnist": MedMnistFacts(
         7_007,
         (
             "actinic keratoses and intraepithelial carcinoma",
@@ -119,14 +121,14 @@ MEDMNIST = {
             "vascular lesions",
         ),
     ),
-    "octmnist": MedicalFacts(
+    "octmnist": MedMnistFacts(
         97_477,
         ("choroidal neovascularization", "diabetic macular edema", "drusen", "normal"),
     ),
-    "pneumoniamnist": MedicalFacts(4_708, ("normal", "pneumonia")),
-    "retinamnist": MedicalFacts(1_080, ("0", "1", "2", "3", "4")),
-    "breastmnist": MedicalFacts(546, ("malignant", "normal or benign")),
-    "bloodmnist": MedicalFacts(
+    "pneumoniamnist": MedMnistFacts(4_708, ("normal", "pneumonia")),
+    "retinamnist": MedMnistFacts(1_080, ("0", "1", "2", "3", "4")),
+    "breastmnist": MedMnistFacts(546, ("malignant", "normal or benign")),
+    "bloodmnist": MedMnistFacts(
         11_959,
         (
             "basophil",
@@ -139,7 +141,7 @@ MEDMNIST = {
             "platelet",
         ),
     ),
-    "tissuemnist": MedicalFacts(
+    "tissuemnist": MedMnistFacts(
         165_466,
         (
             "collecting duct, connecting tubule",
@@ -152,23 +154,23 @@ MEDMNIST = {
             "thick ascending limb",
         ),
     ),
-    "organamnist": MedicalFacts(34_561, _ORGANS),
-    "organcmnist": MedicalFacts(12_975, _ORGANS),
-    "organsmnist": MedicalFacts(13_932, _ORGANS),
+    "organamnist": MedMnistFacts(34_561, _ORGANS),
+    "organcmnist": MedMnistFacts(12_975, _ORGANS),
+    "organsmnist": MedMnistFacts(13_932, _ORGANS),
 }
 """Name -> facts (MedMNIST v2; Yang et al. 2023)."""
 
 
-NAMED: Mapping[object, Mapping[str, Facts | MedicalFacts]] = {
+CATALOGUE: Mapping[object, Mapping[str, Facts | MedMnistFacts]] = {
     "torchvision": TORCHVISION,
     "medmnist": MEDMNIST,
 }
 """Reader (``data.type``) -> name (``data.name``) -> facts."""
 
 
-def rows_of(reader: object, name: object) -> int | None:
-    """Return the public number of training images of a data set that is known by name; None: the
-    reader reads others.
+def public_rows_of(reader: object, name: object) -> int | None:
+    """Return the public number of training images of a data set that is known by name; None for
+    other readers.
 
     Args:
         reader: ``data.type``.
@@ -177,13 +179,20 @@ def rows_of(reader: object, name: object) -> int | None:
     Raises:
         FedgenError: for an unknown name.
     """
-    table = NAMED.get(reader)
+    table = CATALOGUE.get(reader)
     if table is None:
         return None
     if name not in table:
         similar = difflib.get_close_matches(str(name).lower(), map(str.lower, table), 1)
-        guess = [known for known in table if known.lower() in similar]
-        remedy = f"choose {', '.join(table)}"
-        problem = f"there is no {name!r}" + (f"; did you mean {guess[0]}?" if guess else "")
-        raise FedgenError("data.name", problem, remedy)
+        choices = [known for known in table if known.lower() in similar] or list(table)
+        raise FedgenError("data.name", f"there is no {name!r}", f"choose {', '.join(choices)}")
     return table[str(name)].rows
+
+
+def data_label(config: DictConfig) -> str:
+    """Return a short name of the data set of a run: that of a named set, or the option of the group
+    ``data``."""
+    option, name = str(config.names.data), config.data.get("name")
+    if option not in CATALOGUE or name not in CATALOGUE[option]:
+        return option
+    return TORCHVISION[name].file if name in TORCHVISION else str(name)

@@ -40,13 +40,16 @@ def medmnist(
     if not file.exists():
         remedy = "download it from medmnist.com, or set data.root to its folder"
         raise FedgenError("data.root", f"there is no {file}", remedy)
-    if facts.has_columns:
+    if facts.is_multi_label:
         columns = [facts.labels.index(finding) for finding in _findings(name, label)]
         read = from_npz(name, file, None, columns=columns, column_names=facts.labels)
     elif label is not None:
         raise FedgenError("data.label", f"{name} has one label per image", "leave it out")
     else:
         read = from_npz(name, file, len(facts.labels), names=facts.labels)
+    if read.shape[1] != size:
+        problem = f"{file} has images of {read.shape[1]} pixels a side, not {size}"
+        raise FedgenError("data.size", problem, "download the file of this size")
     return convert_dataset(read, None, channels)
 
 
@@ -57,6 +60,8 @@ def _findings(name: str, label: str | Sequence[str] | None) -> list[str]:
     )
     unknown = [finding for finding in findings if finding not in known]
     if not findings or unknown:
-        problem = f"{name} has no {', '.join(unknown)}" if unknown else f"is not set for {name}"
+        problem = (
+            f"{name} has no finding {', '.join(unknown)}" if unknown else f"is not set for {name}"
+        )
         raise FedgenError("data.label", problem, f"choose from {', '.join(known)}")
     return findings

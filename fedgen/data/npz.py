@@ -81,7 +81,7 @@ def from_npz(
 
 
 def moves_if_sorted(labels: Labels, classes: int) -> str:
-    """Return ``ExampleKeys.moves`` of images in the order of a file."""
+    """Return ``ExampleKeys.moves`` for a file: empty unless it is sorted by label."""
     if classes > 1 and len(labels) > classes and (np.diff(labels) >= 0).all():
         return "images are sorted by label (shuffle the file)"
     return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from fedgen.storage.io import user_umask
 _BY_SPLIT = {"SVHN": "test", "STL10": "test", "PCAM": "test", "GTSRB": "test", "Food101": "test"}
 _TEST_SPLITS = {**_BY_SPLIT, "Imagenette": "val"}
 _LABEL_NAMES = ("CIFAR10", "CIFAR100", "STL10", "EuroSAT", "Food101", "Imagenette")
-_EUROSAT_TRAINING = (23, 27)  # of 27,000 images, 23,000
+_EUROSAT_TRAINING = (23, 27)  # 23,000 of 27,000 images
 
 
 def torchvision_set(
@@ -35,42 +37,52 @@ def torchvision_set(
     name: str,
     size: Side | None = None,
     channels: Channels | None = None,
+    kind: str | None = None,
     **_: object,
 ) -> Dataset:
-    """Return a data set from an ``.npz``, else from torchvision's files, else from its download.
+    """Return a data set from ``NAME.npz``, from torchvision's files, or by download, in this order.
 
-    EuroSAT has no official split; this is the one of DPImageBench: a permutation of its 27,000
-    images by torch's generator with seed 0, and 23,000 of them to train on.
+    EuroSAT has no official split; DPImageBench's is used: a permutation of its 27,000 images by
+    torch's generator with seed 0, of which the first 23,000 are the training split.
 
     Args:
         name: key of ``catalogue.TORCHVISION``.
         size: crop images to a square and resize them to this many pixels; None: unchanged.
         channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
+        kind: key in runs of 0.1.0, whose ``name`` was another.
 
     Raises:
         FedgenError: if there are no files, and for images that differ in size.
     """
+    name = kind or name
     facts, folder = TORCHVISION[name], data_root(root)
+    if name == "PCAM" and find_spec("h5py") is None:
+        raise FedgenError("data.name", "PCAM requires h5py", "pip install h5py")
     if (file := folder / f"{facts.file}.npz").exists():
         return convert_dataset(from_npz(facts.file, file, facts.classes), size, channels)
     try:
         with user_umask():
             parts = _load(name, folder)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, HTTPException) as error:
         raise FedgenError(
             "data.root",
-            f"{name} is neither in {folder} nor could it be downloaded ({_reason(error)})",
+            f"{name} is not in {folder}, and the download failed ({_reason(error)})",
             f"put {facts.file}.npz or torchvision's files there, or connect to a network",
         ) from error
+    except Exception as error:  # parsers of damaged files may raise anything
+        problem = f"{name} in {folder} cannot be read ({_reason(error)})"
+        raise FedgenError("data.root", problem, "download it again") from error
     try:
         arrays = [_read(part, name, size, channels) for part in parts]
-    except (OSError, ValueError, IndexError, KeyError) as error:
+    except FedgenError:
+        raise
+    except Exception as error:
         problem = f"{name} in {folder} cannot be read ({_reason(error)})"
         raise FedgenError("data.root", problem, "download it again") from error
     if name == "EuroSAT":
         arrays = _split_eurosat(*arrays[0])
     (images, labels), (test_images, test_labels) = arrays
-    moves = "files are in the order of labels (use data=folder)"
+    moves = "images are sorted by label (use data=folder)"
     if hasattr(parts[0], "data"):
         moves = moves_if_sorted(labels, facts.classes)
     return build_dataset(
@@ -114,20 +126,20 @@ def _read(
     """Return images (n, channels, height, width) and labels (n,) of torchvision's data set."""
     if hasattr(part, "data"):
         images, labels = np.asarray(part.data), _array_labels(part)
-        if name.startswith("EMNIST"):  # its files list pixels by column
+        if name.startswith("EMNIST"):  # its files store images transposed
             images = images.transpose(0, 2, 1)
         if name == "EMNIST-letters":
-            labels = labels - 1  # its files number them from 1
+            labels = labels - 1  # they start at 1
         return convert(as_images(name, images), size, channels), labels
-    pictures = [
-        (pixels_of(picture, size, channels), int(label))
-        for picture, label in (part[row] for row in range(len(part)))
-    ]
-    if len({pixels.shape for pixels, _ in pictures}) > 1:
-        problem = f"is not set, and the images of {name} differ in size"
-        raise FedgenError("data.size", problem, "set it, e.g. data.size=32")
-    images = as_images(name, np.stack([pixels for pixels, _ in pictures]))
-    return images, np.array([label for _, label in pictures], np.int64)
+    arrays: list[Images] = []
+    numbers: list[int] = []
+    for picture, label in (part[row] for row in range(len(part))):
+        arrays.append(pixels_of(picture, size, channels))
+        if arrays[-1].shape != arrays[0].shape:
+            problem = f"is not set, but the images of {name} differ in size"
+            raise FedgenError("data.size", problem, "set it, e.g. data.size=32")
+        numbers.append(int(label))
+    return as_images(name, np.stack(arrays)), np.array(numbers, np.int64)
 
 
 def _split_eurosat(images: Images, labels: Labels) -> list[tuple[Images, Labels]]:
@@ -143,5 +155,5 @@ def _array_labels(part: Any) -> NDArray[np.int64]:
 
 
 def _label_names(part: Any) -> list[str]:
-    """Return the names of labels; Imagenette has several for each."""
+    """Return the names of labels; of Imagenette's synonyms, the first."""
     return [name if isinstance(name, str) else name[0] for name in part.classes]

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Lt
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +31,7 @@ from fedgen.config.extensions import load_named
 from fedgen.config.registry import check_model
 from fedgen.errors import FedgenError
 from fedgen.models.classifiers import small_cnn
-from fedgen.models.residual import resnet, resnext, wide_resnet
+from fedgen.models.residual import Architecture, residual_network
 from fedgen.storage.io import write_shared
 
 Images = NDArray[np.uint8]
@@ -38,20 +39,17 @@ Labels = NDArray[np.int64]
 Predict = Callable[[Images], Labels]
 Classifier = Callable[[Images, Labels, int, int], Predict]
 
-ARCHITECTURES: Mapping[str, Callable[..., nn.Module]] = {
-    "resnet": resnet,
-    "wide_resnet": wide_resnet,
-    "resnext": resnext,
-}
-_BENCHMARK_HELD_OUT = 12  # one of so many samples: 5,000 of 60,000
+_BENCHMARK_HELD_OUT = 12  # one in twelve samples is held out: 5,000 of 60,000
 _BENCHMARK_EMA = 0.9999
 _HELD_OUT, _PATIENCE, LEAST_BATCHES = 0.1, 3, 60
 _ADAM: dict[str, Any] = {  # torch.optim.Adam's
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     **{"amsgrad": False, "maximize": False},
 }
+_NETWORK_DEFAULTS = {"width": 1, "groups": 1, "dropout": 0.0}
+_NETWORK_ARGUMENTS = ("architecture", "depth", *_NETWORK_DEFAULTS)
 _LOGITS_AT_ONCE = 500  # images
-_TIMED = 64  # images of a step that is timed
+_TIMED = 64  # batch size of the timed step
 _CHUNK = 64  # images per pass: activations fit in CPU caches
 
 
@@ -74,28 +72,32 @@ def network(
     classes: int,
     seed: int,
     *,
-    architecture: Literal["resnet", "wide_resnet", "resnext"],
-    sizes: Mapping[str, float],
+    architecture: Architecture,
+    depth: int,
+    width: int = 1,
+    groups: int = 1,
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0,
     epochs: int,
-    batch: int,
+    batch: Annotated[int, Ge(2)],
     optimizer: Literal["adam", "sgd"],
     learning_rate: float,
     decay_every: int,
 ) -> Predict:
     """Train a residual network as DPImageBench does (Gong et al., CCS 2025), on a GPU if there is
     one: a twelfth of the images is held out, weights are averaged exponentially, and the epoch with
-    the best accuracy of these averages on the held-out images is kept, the last of several.
+    the best accuracy of these averages on the held-out images is kept, the latest among ties.
 
     Args:
-        architecture: function in ``models/residual.py``.
-        sizes: its depth, width and so on.
+        architecture, depth, width, groups, dropout: see ``residual_network``.
         optimizer: Adam, or SGD with momentum 0.9 and weight decay 5e-4.
         decay_every: epochs after which the learning rate is divided by five.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = ARCHITECTURES[architecture](images.shape[1:], classes, **sizes).to(device)
+        shape = images.shape[1:]
+        net = residual_network(shape, classes, architecture, depth, width, groups, dropout)
+        net = net.to(device)
         weights = list(net.parameters())
         averages = [weight.detach().clone() for weight in weights]
         if optimizer == "adam":
@@ -110,10 +112,10 @@ def network(
         for _ in range(epochs):
             net.train()
             for part in torch.split(rows[torch.randperm(len(rows))], batch):
-                if len(part) < 2:  # batch normalization needs several
+                if len(part) < 2:  # batch normalization needs two
                     continue
                 steps.zero_grad()
-                loss = F.cross_entropy(net(_centred(pixels[part])), targets[part])
+                loss = F.cross_entropy(net(_scaled(pixels[part])), targets[part])
                 loss.backward()  # type: ignore[no-untyped-call]
                 steps.step()
                 count += 1
@@ -141,11 +143,11 @@ def _logits(net: nn.Module, pixels: Tensor) -> Tensor:
     """Return the logits (n, classes) of images (n, channels, h, w) uint8, in evaluation mode."""
     net.eval()
     with torch.no_grad():
-        return torch.cat([net(_centred(part)) for part in torch.split(pixels, _LOGITS_AT_ONCE)])
+        return torch.cat([net(_scaled(part)) for part in torch.split(pixels, _LOGITS_AT_ONCE)])
 
 
-def _centred(pixels: Tensor) -> Tensor:
-    """Return images in [-1, 1]."""
+def _scaled(pixels: Tensor) -> Tensor:
+    """Return images scaled to [-1, 1]."""
     return pixels.float() / 127.5 - 1
 
 
@@ -243,21 +245,30 @@ def expected_seconds(fits: Sequence[Fit]) -> float:
     for name in seconds:
         fit = next(fit for fit in missing if fit.name == name)
         images, labels = (torch.from_numpy(rows[:_TIMED].copy()) for rows in fit.rows)
-        make = ARCHITECTURES.get(fit.settings.get("architecture", ""), small_cnn)
-        net = make(images.shape[1:], fit.classes, **fit.settings.get("sizes", {}))
-        device = "cuda" if torch.cuda.is_available() and make is not small_cnn else "cpu"
+        shape, arguments = tuple(images.shape[1:]), {**_NETWORK_DEFAULTS, **fit.settings}
+        device = "cpu"
+        if "architecture" in arguments:
+            net = residual_network(
+                shape, fit.classes, **{name: arguments[name] for name in _NETWORK_ARGUMENTS}
+            )
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        else:
+            net = small_cnn(shape, fit.classes)
         net, images, labels = net.to(device), images.to(device), labels.to(device)
         taken = []
         for _ in range(3):
             start = time.perf_counter()
-            loss = F.cross_entropy(net(_centred(images)), labels)
+            loss = F.cross_entropy(net(_scaled(images)), labels)
             float(torch.autograd.grad(loss, list(net.parameters()))[0].sum())  # synchronizes
             taken.append(time.perf_counter() - start)
         seconds[name] = min(taken) / len(labels)
-    return sum(
-        seconds[fit.name] * int(fit.settings["epochs"]) * max(len(fit.rows[1]), 128 * LEAST_BATCHES)
-        for fit in missing
-    )
+    return sum(seconds[fit.name] * int(fit.settings["epochs"]) * _images(fit) for fit in missing)
+
+
+def _images(fit: Fit) -> int:
+    """Return the number of training images of an epoch."""
+    least = 0 if "architecture" in fit.settings else 128 * LEAST_BATCHES
+    return max(len(fit.rows[1]), least)
 
 
 def outputs(net: Callable[[Tensor], Tensor], images: Images) -> NDArray[np.float32]:

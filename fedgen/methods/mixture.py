@@ -16,9 +16,9 @@ each with its own noise; each query depends on the previous responses:
                      optional
 
 A sample is a centre plus Gaussian noise with the covariance of its label, mapped to the intensity
-of the same rank in the published histogram, or in that of its pixel, and optionally augmented (a
-fixed prior, without data). Estimates are shrunk by the known noise, never by private counts. With a
-classifier, an image is returned under the label that the classifier predicts.
+of the same rank in the published histogram of all pixels, or of its own, and optionally augmented
+(a fixed prior, without data). Estimates are shrunk by the known noise, never by private counts.
+With a classifier, an image is returned under the label that the classifier predicts.
 
 The contribution to a release has norm at most 1, so that adding or removing a record moves it by at
 most 1: for count and sum of a label or cluster jointly, for moments by their Frobenius norm. With
@@ -66,6 +66,7 @@ from fedgen.models.augmentation import Augmentation
 from fedgen.models.dct import QUANTILES, DctMixture, ExactDct, dct_basis
 from fedgen.models.functional import Tensors, concat_parts, part
 from fedgen.models.pixel_maps import LEVELS
+from fedgen.models.pixel_maps import QUANTILES as PIXEL_QUANTILES
 from fedgen.models.scattering import Scattering
 from fedgen.privacy.clipping import (
     ClippedSum,
@@ -87,7 +88,8 @@ INTENSITIES = 64  # bins of the histogram
 _COUNT = 0.5  # contribution of a record to a count, next to a vector of norm 1
 _JOINT = math.hypot(1, _COUNT)
 _AT_ONCE = 2000  # images
-_PIXEL_SAMPLES = 16_000  # samples whose pixels are compared with the noisy histograms
+_PIXEL_SAMPLES, _PIXEL_VALUES = 16_000, 2**24
+"""Maximum number of samples, and of their pixels, that are compared with noisy histograms."""
 _PIXEL_ENTRIES = 2**24  # entries of contributions in memory at a time
 _SIMILARITY = {"second_moments": 0.3, "clusters": 0.5, "covariances": 0.3}
 """Assumed inner product of two contributions of one person (``SumMechanisms.person_clip``). The
@@ -168,8 +170,8 @@ class Contributions:
         return sum_of_second_moments(rows, 1.0, labels, self.classes)
 
     def pixels(self, shared: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> ClippedSum:
-        """One of the coarse levels at each pixel, jointly of norm 1, of all labels together: in
-        histograms by label, noise would be a signature of the label."""
+        """One-hot coarse level of each pixel, jointly of norm 1. Labels are pooled: from a
+        histogram of each label, classifiers could learn the label by its noise."""
         del shared, labels
         size = math.prod(self.shape)
         level = (images * (LEVELS - 1e-3)).long().flatten(1)
@@ -293,7 +295,7 @@ class Server:
             "meant": tables,
         }
         if self.has_pixels:
-            shapes |= dict.fromkeys(_PIXEL_TABLES, (*self.shape, 1))  # until they are known
+            shapes |= dict.fromkeys(_PIXEL_TABLES, (*self.shape, PIXEL_QUANTILES))
         if self.classifier is not None:
             shapes |= self.classifier.space.shapes()
         seeds = {
@@ -453,10 +455,10 @@ class Server:
     def _update_pixels(self, state: Mapping[str, Tensor], response: Tensor) -> Tensors:
         pixels = math.prod(self.shape)
         shares = response.view(*self.shape, LEVELS) * pixels**0.5
-        records = (shares.sum() / pixels).clamp(min=0.1)  # over their public number
+        records = (shares.sum() / pixels).clamp(min=0.1)  # relative to their public number
         labels = torch.multinomial(
             state["counts"],
-            _PIXEL_SAMPLES,
+            max(500, min(_PIXEL_SAMPLES, _PIXEL_VALUES // pixels)),
             replacement=True,
             generator=torch.Generator().manual_seed(int(state["samples.seed"]) + 2),
         )
@@ -476,7 +478,7 @@ class Server:
 
     @property
     def has_pixels(self) -> bool:
-        """Whether histograms of single pixels are queried."""
+        """Whether the sum ``pixels`` is queried."""
         return any(query.name == "pixels" for query in self.sequence.queries)
 
     # --- samples ----------------------------------------------------------------------------------
@@ -603,10 +605,10 @@ def mixture(
             noise.
         rows: public number near the number of records of all clients; each divides by its equal
             share.
-        shares: shares of the mixture's budget for histogram, means, second_moments, clusters,
+        shares: shares of the mixture's budget for histogram, means, second_moments, clusters and
             covariances.
-        pixel_share: share of the mixture's budget for pixels, and the others have the rest; None:
-            these are not queried.
+        pixel_share: share of the mixture's budget for the sum ``pixels``, and the others have the
+            rest; None: it is not queried.
         steps: steps of k-means; one if a label has a single cluster.
         dct_size, components, clusters: m, d and k; None: derived from the noise (``_sizes``).
         private_classifier: classifier that labels samples: none, ridge regression, or softmax

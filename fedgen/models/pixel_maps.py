@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 LEVELS = 8  # coarse levels of a noisy histogram
 _FINE = 8  # fine levels per coarse level
-_QUANTILES = 64  # entries of the map of a pixel
-_PRIOR_WEIGHT = 0.01  # of the histogram of all pixels, within a coarse level
+QUANTILES = 64  # entries of the map of a pixel
+_PRIOR_WEIGHT = 0.01  # of the pooled histogram, for the shape within a coarse level
 
 
 def pixel_map(
@@ -33,7 +33,7 @@ def pixel_map(
     coarse = torch.unflatten(fine, -1, (LEVELS, _FINE)).sum(-1)
     variance = noise**2 + coarse * (1 - coarse) / len(raw)
     difference = noisy - coarse
-    # variance of the difference in a neighbourhood, without that of the noise
+    # local variance of the difference, in excess of that of the noise
     squares = (difference.square() - variance).permute(3, 0, 1, 2)
     local = F.avg_pool2d(squares, 3, 1, 1, count_include_pad=False).permute(1, 2, 3, 0)
     weight = local.clamp(min=0) / (local.clamp(min=0) + variance).clamp(min=1e-12)
@@ -42,7 +42,7 @@ def pixel_map(
     prior = _PRIOR_WEIGHT * histogram[:, None, None]
     within = torch.unflatten(fine + prior, -1, (LEVELS, _FINE))
     shares = within / within.sum(-1, keepdim=True).clamp(min=1e-12) * target[..., None]
-    ranks = (torch.arange(_QUANTILES) + 0.5) / _QUANTILES
+    ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
     ascending = raw.permute(1, 2, 3, 0).sort(-1).values
     sampled = ascending[..., (ranks * len(raw)).long()]
     return sampled, quantiles(shares.flatten(-2), ranks)

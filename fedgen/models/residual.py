@@ -1,18 +1,52 @@
 """Residual classifiers for small images, from the papers: ResNet, wide ResNet and ResNeXt.
 
-All have three stages, of which the second and third halve the sides, then a global average.
+Each has three stages, of which the second and third halve height and width, followed by global
+average pooling.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-Block = Callable[[int, int, int], nn.Module]
+from fedgen.errors import FedgenError
+
+Architecture = Literal["resnet", "wide_resnet", "resnext"]
+_DEPTHS = {"resnet": (6, 2), "wide_resnet": (6, 4), "resnext": (9, 2)}
+"""Architecture -> (a, b): depths are a n + b."""
+MakeBlock = Callable[[int, int, int], nn.Module]
 """(channels in, channels out, stride) -> block."""
+
+
+def check_depth(architecture: Architecture, depth: int, key: str) -> None:
+    """Raise FedgenError for a depth that the architecture does not have. ``key``: its setting."""
+    factor, offset = _DEPTHS[architecture]
+    if depth < factor + offset or (depth - offset) % factor:
+        problem = f"{architecture} has {factor} n + {offset} layers, got {depth}"
+        nearest = factor * max(1, round((depth - offset) / factor)) + offset
+        raise FedgenError(key, problem, f"e.g. {nearest}")
+
+
+def residual_network(
+    shape: tuple[int, ...],
+    classes: int,
+    architecture: Architecture,
+    depth: int,
+    width: int,
+    groups: int,
+    dropout: float,
+) -> nn.Module:
+    """Return a network of one of the architectures, which use those of the arguments that they
+    have."""
+    if architecture == "resnet":
+        return resnet(shape, classes, depth)
+    if architecture == "wide_resnet":
+        return wide_resnet(shape, classes, depth, width, dropout)
+    return resnext(shape, classes, depth, groups, width)
 
 
 def resnet(shape: tuple[int, ...], classes: int, depth: int = 110) -> nn.Module:
@@ -24,8 +58,8 @@ def resnet(shape: tuple[int, ...], classes: int, depth: int = 110) -> nn.Module:
         classes: number of labels.
         depth: 6 n + 2 layers.
     """
-    stem = [_convolution(shape[0], 16), nn.BatchNorm2d(16), nn.ReLU()]
-    return _network(stem, 16, (16, 32, 64), _blocks(depth, 2, 6), _basic, [], classes)
+    stem = [_conv3x3(shape[0], 16), nn.BatchNorm2d(16), nn.ReLU()]
+    return _network(stem, 16, (16, 32, 64), _blocks(depth, 2, 6), _basic_block, [], classes)
 
 
 def wide_resnet(
@@ -37,16 +71,16 @@ def wide_resnet(
     Args:
         shape, classes: see ``resnet``.
         depth: 6 n + 4 layers.
-        width: factor of 16, 32 and 64 channels.
+        width: multiplier of the 16, 32 and 64 channels.
         dropout: probability.
     """
     widths = (16 * width, 32 * width, 64 * width)
     head = [nn.BatchNorm2d(widths[-1]), nn.ReLU()]
 
     def block(inputs: int, outputs: int, stride: int) -> nn.Module:
-        return _Preactivated(inputs, outputs, stride, dropout)
+        return _PreActivationBlock(inputs, outputs, stride, dropout)
 
-    stem = [_convolution(shape[0], 16)]
+    stem = [_conv3x3(shape[0], 16)]
     return _network(stem, 16, widths, _blocks(depth, 4, 6), block, head, classes)
 
 
@@ -60,20 +94,20 @@ def resnext(
         shape, classes: see ``resnet``.
         depth: 9 n + 2 layers.
         groups: groups of each convolution (cardinality).
-        width: factor of 64, 128 and 256 channels after each block; those of the grouped convolution
-            are ``groups`` times 64, 128 and 256.
+        width: multiplier of a block's 64, 128 and 256 output channels; its grouped convolution has
+            ``groups`` times 64, 128 and 256 channels.
     """
 
     def block(inputs: int, outputs: int, stride: int) -> nn.Module:
         inner = groups * outputs // width
         layers = [
             *(nn.Conv2d(inputs, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
-            *(_convolution(inner, inner, stride, groups), nn.BatchNorm2d(inner), nn.ReLU()),
+            *(_conv3x3(inner, inner, stride, groups), nn.BatchNorm2d(inner), nn.ReLU()),
             *(nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)),
         ]
-        return _Residual(nn.Sequential(*layers), _projection(inputs, outputs, stride))
+        return _ResidualBlock(nn.Sequential(*layers), _projection(inputs, outputs, stride))
 
-    stem = [_convolution(shape[0], 64), nn.BatchNorm2d(64), nn.ReLU()]
+    stem = [_conv3x3(shape[0], 64), nn.BatchNorm2d(64), nn.ReLU()]
     widths = (64 * width, 128 * width, 256 * width)
     return _network(stem, 64, widths, (depth - 2) // 9, block, [], classes)
 
@@ -87,7 +121,7 @@ def _network(
     inputs: int,
     widths: tuple[int, ...],
     blocks: int,
-    block: Block,
+    block: MakeBlock,
     head: list[nn.Module],
     classes: int,
 ) -> nn.Module:
@@ -106,7 +140,7 @@ def _network(
     return net.to(memory_format=torch.channels_last)
 
 
-def _convolution(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> nn.Module:
+def _conv3x3(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> nn.Module:
     return nn.Conv2d(inputs, outputs, 3, stride, padding=1, groups=groups, bias=False)
 
 
@@ -116,15 +150,15 @@ def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def _basic(inputs: int, outputs: int, stride: int) -> nn.Module:
+def _basic_block(inputs: int, outputs: int, stride: int) -> nn.Module:
     layers = [
-        *(_convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()),
-        *(_convolution(outputs, outputs), nn.BatchNorm2d(outputs)),
+        *(_conv3x3(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()),
+        *(_conv3x3(outputs, outputs), nn.BatchNorm2d(outputs)),
     ]
-    return _Residual(nn.Sequential(*layers), _projection(inputs, outputs, stride))
+    return _ResidualBlock(nn.Sequential(*layers), _projection(inputs, outputs, stride))
 
 
-class _Residual(nn.Module):
+class _ResidualBlock(nn.Module):
     def __init__(self, residual: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
         self.residual, self.shortcut = residual, shortcut
@@ -133,13 +167,13 @@ class _Residual(nn.Module):
         return torch.relu(self.shortcut(images) + self.residual(images))
 
 
-class _Preactivated(nn.Module):
+class _PreActivationBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
         super().__init__()
         self.activated = nn.Sequential(nn.BatchNorm2d(inputs), nn.ReLU())
         self.residual = nn.Sequential(
-            *(_convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()),
-            *(nn.Dropout(dropout), _convolution(outputs, outputs)),
+            *(_conv3x3(inputs, outputs, stride), nn.BatchNorm2d(outputs), nn.ReLU()),
+            *(nn.Dropout(dropout), _conv3x3(outputs, outputs)),
         )
         changes = inputs != outputs or stride > 1
         self.projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else None

@@ -288,7 +288,8 @@ def _sibling_runs(path: Path, config: DictConfig) -> int:
             try:
                 theirs = OmegaConf.create(read_yaml(other))
                 count += theirs.names.data == config.names.data and all(
-                    theirs.data.get(key) == config.data.get(key) for key in ("name", "path")
+                    theirs.data.get(key) == config.data.get(key)
+                    for key in ("name", "path", "train", "test")
                 )
             except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException):
                 continue

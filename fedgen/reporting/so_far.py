@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError
 from fedgen.reporting.figures import sample_grid
 from fedgen.reporting.pages import (
@@ -59,7 +60,7 @@ def render_snapshot_report(run: SnapshotReport) -> str:
     sample_grid(run.images, run.columns, sheet)
     files = sorted(run.run_dir.samples.glob("round_*.png"))[-_MOST_GRIDS:]
     return template("so_far.html").render(
-        title=f"{run.config.names.method} on {run.config.names.data}",
+        title=f"{run.config.names.method} on {data_label(run.config)}",
         note=run.note,
         picture=data_url(sheet.getvalue()),
         spent=run.spent,

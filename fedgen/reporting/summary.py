@@ -151,7 +151,7 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
         best = max(scores["mean"] for scores in results["gen2real"].values())
         text = f"{average:.1%}, best {best:.1%}"
         if calibrated is not None:
-            text += f"; average relative to training on real images: {calibrated:.1%}"
+            text += f"; average of accuracies relative to training on real images: {calibrated:.1%}"
         rows.append(("gen2real average", text))
     if "classifier" in results:
         classifier = results["classifier"]
@@ -174,7 +174,7 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
 def averages(results: dict[str, Any], kind: str = "gen2real") -> tuple[float | None, float | None]:
     """Return gen2real (or real2gen) averaged over the classifiers, and the average of each relative
     to real images ("GS-WGAN", section 5.1, calibrated accuracy); None for fewer than two
-    classifiers, or if one has no result; the second also if none was trained on real images.
+    classifiers, or if one has no result; the second also unless all were trained on real images.
     """
     pairs = [
         (scores["mean"], results["real2real"].get(name, {}).get("mean"))

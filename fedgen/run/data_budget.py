@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from fedgen.config import validation
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
 from fedgen.federation.failures import NON_DROPOUTS
@@ -179,7 +180,7 @@ def account_spent(config: DictConfig) -> str:
     entries = list(map(_as_left, file.entries(*names)))
     kinds = dict.fromkeys(entry.kind for entry in entries)
     record: dict[str, Any] = {
-        "data": config.names.data,
+        "data": data_label(config),
         "digest": rows.images_digest,
         "delta": delta,
         "runs": [_row(entry, delta) for entry in entries],

@@ -386,7 +386,7 @@ def sample(config: DictConfig) -> str:
             out, folder=not out.suffix
         ) as new:  # atomic: an existing file is kept on failure
             if config.npz == "dpimagebench":
-                _write_xy(images, labels, new)
+                _write_dpimagebench(images, labels, new)
             else:
                 _write(out.suffix, images, labels, published, new)
             if description is not None and not out.suffix:
@@ -420,7 +420,7 @@ def _signer(
     return png_signer(Path(config.credentials), Path(config.credentials_key), description)
 
 
-def _write_xy(images: NDArray[np.uint8], labels: Tensor, new: Path) -> None:
+def _write_dpimagebench(images: NDArray[np.uint8], labels: Tensor, new: Path) -> None:
     origin, floats = np.array(DIGITAL_SOURCE_TYPE), images.astype(np.float32) / 255
     np.savez_compressed(new, x=floats, y=labels.numpy(), digital_source_type=origin)
 

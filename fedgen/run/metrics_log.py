@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedgen.config.build import build
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError
 from fedgen.federation.rounds import RoundFacts, RunState
 from fedgen.privacy.accounting import Epsilon
@@ -104,7 +105,7 @@ class MetricsLog:
         noise = "none" if privacy.noise_multiplier is None else f"{privacy.noise_multiplier:.4g}"
         clients = len(self._ready.shards)
         self._progress.say(
-            f"{self._config.names.method} on {self._config.names.data}: "
+            f"{self._config.names.method} on {data_label(self._config)}: "
             f"{clients} client{'s' if clients > 1 else ''}, at most "
             f"{privacy.budget.rounds} rounds, proven ε ≤ {server} (server), {release} "
             f"(release) per {plan.unit.value} at δ = {privacy.delta:g}, noise multiplier {noise}"

@@ -40,7 +40,7 @@ def noise_domain(
             settings["privacy"].pop(name, None)
     for method in (settings["method"], settings["warm_up"]["method"]):
         if method and method.get("pixel_share") is None:
-            method.pop("pixel_share", None)  # also younger
+            method.pop("pixel_share", None)  # also younger than seeds
     domain_inputs = [
         settings.get(key) for key in ("method", "privacy", "partition", "rounds", "start")
     ]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from fedgen.config.registry import extension_types
+from fedgen.data.catalogue import data_label
 from fedgen.federation.rounds import RoundFacts, RunState
 from fedgen.methods.api import Tensors
 from fedgen.reporting.figures import epsilon_against_rounds, sample_grid
@@ -150,7 +151,7 @@ def build_results(
     return {
         "schema": 1,
         "method": ready.config.names.method,
-        "data": ready.config.names.data,
+        "data": data_label(ready.config),
         "labels": published_names(ready),
         "clients": clients,
         "rounds": state.rounds,

@@ -21,6 +21,7 @@ from fedgen.config import registry
 from fedgen.config.compose import check_restored
 from fedgen.config.device import resolve_device
 from fedgen.config.schema import DEFAULT_FPR, RUNTIME_INVARIANT, target_of
+from fedgen.data.catalogue import data_label
 from fedgen.errors import FedgenError
 from fedgen.federation import checkpoint
 from fedgen.federation.client.context import LEDGER
@@ -164,7 +165,7 @@ def new_identity(ready: Setup) -> tuple[RunDir, str]:
     config = ready.config
     settings = _settings_digest(config)
     name = secrets.token_hex(8) if ready.privacy.noise == "secure" else settings
-    stem = f"runs/{config.names.method}-{config.names.data}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"runs/{config.names.method}-{data_label(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
     place = Path(config.run_dir) if config.run_dir else unused_folder(stem)
     identity = {
         "run": name,

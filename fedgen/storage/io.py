@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -370,7 +371,7 @@ def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[s
     try:
         with np.load(opened, allow_pickle=False) as loaded:
             return {name: loaded[name] for name in wanted}
-    except (RuntimeError, NotImplementedError) as error:  # encrypted, or unknown compression
+    except (RuntimeError, NotImplementedError, zlib.error) as error:  # unknown, or damaged
         raise ValueError(str(error)) from error
 
 

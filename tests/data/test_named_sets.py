@@ -18,9 +18,10 @@ import torchvision
 from PIL import Image
 from scipy.io import savemat
 
+from fedgen.config.compose import compose
 from fedgen.data.archives import archives
 from fedgen.data.camelyon17 import camelyon17
-from fedgen.data.catalogue import MEDMNIST, TORCHVISION, rows_of
+from fedgen.data.catalogue import MEDMNIST, TORCHVISION, data_label, public_rows_of
 from fedgen.data.datasets import Dataset, Images
 from fedgen.data.labels import has_names
 from fedgen.data.medmnist import medmnist
@@ -222,7 +223,7 @@ def test_sets_of_files_require_a_size(
     assert data.shape == (3, 16, 16) and list(data.labels) == list(data.test_labels) == [0, 1]
     assert abs(data.images[1, 0].mean() - 200) < 3
     assert "data=folder" in data.example_keys.moves
-    with pytest.raises(FedgenError, match=rf"data\.size: is not set, and the images of {name}"):
+    with pytest.raises(FedgenError, match=rf"data\.size: is not set, but the images of {name}"):
         torchvision_set(str(tmp_path), name)
 
 
@@ -234,7 +235,9 @@ def test_an_npz_comes_first(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_or_damaged_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FedgenError, match=r"data\.root: GTSRB is neither in .* nor could it"):
+    with pytest.raises(
+        FedgenError, match=r"data\.root: GTSRB is not in .*, and the download failed"
+    ):
         torchvision_set(str(tmp_path), "GTSRB", size=16)
     gtsrb(tmp_path)
     (tmp_path / "gtsrb/GTSRB/Training/00000/00000_00000.ppm").write_bytes(b"P6 nonsense")
@@ -243,13 +246,11 @@ def test_files_that_are_missing_or_damaged_are_one_line(tmp_path: Path) -> None:
 
 
 def test_facts_come_with_the_name() -> None:
-    assert rows_of("torchvision", "CIFAR10") == 50_000
-    assert rows_of("medmnist", "bloodmnist") == 11_959
-    assert rows_of("folder", None) is None
-    with pytest.raises(
-        FedgenError, match=r"data\.name: there is no 'cifar10'; did you mean CIFAR10"
-    ):
-        rows_of("torchvision", "cifar10")
+    assert public_rows_of("torchvision", "CIFAR10") == 50_000
+    assert public_rows_of("medmnist", "bloodmnist") == 11_959
+    assert public_rows_of("folder", None) is None
+    with pytest.raises(FedgenError, match=r"no 'cifar10'; choose CIFAR10"):
+        public_rows_of("torchvision", "cifar10")
     for name, facts in TORCHVISION.items():
         assert hasattr(SETS, name.partition("-")[0])
         assert facts.rows > facts.classes
@@ -315,7 +316,8 @@ def test_camelyon17_has_hospitals_and_patients(tmp_path: Path) -> None:
     assert data.writers is not None and list(data.writers) == [0, 1, 1]
     assert data.persons is not None and list(data.persons) == [4, 9, 9] and data.has_persons
     assert camelyon17(str(tmp_path), 16, 1).shape == (1, 16, 16)
-    for content in ("", "patient,node\n1,2", "a\n" * 3):
+    short, long = ",patient,node,x_coord,y_coord,tumor,slide,center,split\n0,1,1", 20 * "9"
+    for content in ("", "patient,node\n1,2", "a\n" * 3, short, f"{short},1,1,1,1,{long},1"):
         (folder / "metadata.csv").write_text(content)
         with pytest.raises(FedgenError, match=r"data\.root"):
             camelyon17(str(tmp_path))
@@ -373,3 +375,55 @@ def test_malformed_archives_are_one_line(listing: str, tmp_path: Path) -> None:
         archive.writestr("dataset.json", listing)
     with pytest.raises(FedgenError, match=r"^data"):
         read_archives(tmp_path)
+
+
+def test_damaged_and_huge_archives_are_one_line(tmp_path: Path) -> None:
+    """Archives are data of others: bzip2 and xz inflate without a limit."""
+    for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(tmp_path / "train_32.zip", "w", method) as archive:
+            archive.writestr("dataset.json", 10**6 * b" ")
+        with pytest.raises(FedgenError, match=r"data\.train: .* is neither stored nor deflated"):
+            read_archives(tmp_path)
+    with zipfile.ZipFile(tmp_path / "train_32.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("dataset.json", json.dumps({"labels": [["a.png", 1]] * 2}))
+    content = bytearray((tmp_path / "train_32.zip").read_bytes())
+    content[45:50] = b"\xff" * 5
+    (tmp_path / "train_32.zip").write_bytes(bytes(content))
+    with pytest.raises(FedgenError, match=r"data\.train: .* is not a readable archive"):
+        read_archives(tmp_path)
+    (tmp_path / "train_32.zip").unlink()
+    with pytest.raises(FedgenError, match=r"data\.train: there is no .*train_32\.zip"):
+        read_archives(tmp_path)
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    medical_npz(tmp_path / "breastmnist_64.npz", np.array([0, 1]), 28)
+    with pytest.raises(FedgenError, match=r"data\.size: .* has images of 28 pixels a side, not 64"):
+        medmnist(str(tmp_path), "breastmnist", 64)
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", '{"a": [["x"]]}', '{"a": 5}'])
+def test_damaged_files_of_torchvision_are_one_line(content: str, tmp_path: Path) -> None:
+    food101(tmp_path)
+    (tmp_path / "food-101" / "meta" / "train.json").write_text(content)
+    with pytest.raises(FedgenError, match=r"data\.root: Food101 in .* cannot be read"):
+        torchvision_set(str(tmp_path), "Food101", size=16)
+
+
+def test_runs_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    images = {"train_images": pictures(3, 28, 28), "test_images": pictures(3, 28, 28)}
+    np.savez(tmp_path / "mnist.npz", train_labels=[2, 0, 1], test_labels=[0, 1, 2], **images)
+    assert torchvision_set(str(tmp_path), "mnist", kind="MNIST").classes == 10
+
+
+def test_names_of_data_sets_in_records() -> None:
+    for words, label in (
+        (["data=torchvision", "data.name=CIFAR10"], "cifar10"),
+        (["data=medmnist", "data.name=bloodmnist"], "bloodmnist"),
+        (["data=mnist"], "mnist"),
+        (["data=digits"], "digits"),
+    ):
+        config = compose("config", words)
+        assert data_label(config) == label
+    config = compose("config", ["data=torchvision", "data.name=CIFAR10", "method=mixture"])
+    assert config.data.public_rows == config.method.rows == 50_000

@@ -105,6 +105,17 @@ FID = ["evaluation.fid=true", "evaluation.inception_weights=no"]
         (["samples={path}", "data=mnist"], "samples", "uint8 (n, 1, 28, 28)"),
         (["samples={other}", "data=digits"], "samples", "no label from 0 to 9"),
         ([*RIGHT, "evaluation=none"], "evaluation.samples", "cannot be evaluated"),
+        ([*RIGHT, "evaluation.real2real=false"], "evaluation.real2gen", "real2real is false"),
+        (
+            [*RIGHT, "evaluation=dpimagebench", "evaluation.classifiers.resnet.depth=11"],
+            "evaluation.classifiers.resnet.depth",
+            "resnet has 6 n + 2 layers, got 11; e.g. 14",
+        ),
+        (
+            [*RIGHT, "evaluation=dpimagebench", "evaluation.classifiers.resnext.batch=1"],
+            "evaluation.classifiers.resnext.batch",
+            "must be at least 2",
+        ),
         ([*RIGHT, "evaluation.real2gen=[svm]"], "evaluation.real2gen", "not a known classifier"),
         ([*RIGHT, *FID], "evaluation.inception_weights", "cannot be read"),
     ],

@@ -17,8 +17,8 @@ from fedgen import cli
 from fedgen.config.build import build
 from fedgen.config.compose import compose
 from fedgen.data.digits import digits
+from fedgen.evaluation import utility
 from fedgen.evaluation.utility import (
-    ARCHITECTURES,
     Fit,
     Predict,
     Scores,
@@ -65,7 +65,7 @@ def test_residual_networks_learn_real_digits_and_repeat(
     learn: Any = partial(
         network,
         architecture=name,
-        sizes=sizes,
+        **sizes,
         batch=32,
         optimizer=optimizer,
         learning_rate=rate,
@@ -84,22 +84,22 @@ def test_residual_networks_learn_real_digits_and_repeat(
 )
 def test_held_out_samples_train_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of twelve chooses the epoch."""
-    seen = []
+    seen: list[tuple[bool, torch.Tensor]] = []
 
     class Recorded(torch.nn.Module):
-        def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.layer = torch.nn.Linear(64, classes)
+            self.layer = torch.nn.Linear(64, 10)
 
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             seen.append((self.training, images[:, 0, 0, 0].clone()))
             return self.layer(images.flatten(1))
 
-    monkeypatch.setitem(ARCHITECTURES, "resnet", Recorded)
+    monkeypatch.setattr(utility, "residual_network", lambda *given: Recorded())
     images = np.arange(120, dtype=np.uint8)[:, None, None, None].repeat(8, 2).repeat(8, 3)
     labels = np.arange(120) % 10
     network(
-        images, labels, 10, 0, architecture="resnet", sizes={}, epochs=2, batch=22,
+        images, labels, 10, 0, architecture="resnet", depth=8, epochs=2, batch=22,
         optimizer="adam", learning_rate=0.01, decay_every=1,
     )  # fmt: skip
     trained = {float(pixel) for training, part in seen if training for pixel in part}
@@ -113,8 +113,8 @@ def test_dpimagebench_reports_each_network_their_average_and_the_best(
     words = ["evaluation=dpimagebench", "evaluation.samples=60", "evaluation.fid=false"]
     for name, sizes in SMALL_NETWORKS.items():
         at = f"evaluation.classifiers.{name}"
-        given = ",".join(f"{key}:{value}" for key, value in sizes.items())
-        words += [f"{at}.sizes={{{given}}}", f"{at}.epochs=1", f"{at}.batch=16"]
+        words += [f"{at}.{key}={value}" for key, value in sizes.items()]
+        words += [f"{at}.epochs=1", f"{at}.batch=16"]
     results = json.loads((train(*words) / "results.json").read_text())
     assert set(results["gen2real"]) == set(SMALL_NETWORKS)
     assert results["real2real"] == results["real2gen"] == {}

@@ -280,10 +280,19 @@ def test_pixels_have_the_distribution_of_their_position(classifier: str) -> None
     assert distances[1] < 0.5 * distances[0]
 
 
+@kills("fedgen/methods/mixture.py", "(*self.shape, PIXEL_QUANTILES)", "(*self.shape, 1)")
+def test_a_published_generator_with_pixels_is_loaded(tmp_path: Path) -> None:
+    words = ["method=mixture_small", *tiny("mixture_small"), "method.pixel_share=0.05"]
+    path = train.train(compose("config", [*words, "evaluation=none", f"run_dir={tmp_path}/run"]))
+    assert cli.run(["sample", f"run={path}/public", "n=20", f"out={tmp_path}/s.npz"]) == 0
+    with np.load(tmp_path / "s.npz") as arrays:
+        assert arrays["images"].std() > 10
+
+
 def test_samples_of_an_interrupted_run_have_the_histogram_of_all_pixels() -> None:
     method = make(pixel_share=0.1, private_classifier="none")
     state = run(method, [shard(200)])
-    state["pixel_drawn"] = state["pixel_meant"] = torch.zeros(*SHAPE, 1)
+    state |= {name: torch.zeros_like(state[name]) for name in ("pixel_drawn", "pixel_meant")}
     plain = make(private_classifier="none")
     assert torch.equal(drawn(method, state)[0], drawn(plain, run(plain, [shard(200)]))[0])
 

@@ -72,9 +72,9 @@ def client_app(
     """Return the app. It captures no data: ``find_context`` looks the client up by the message's
     context. ``without_server``: see ``LocalNodes``.
 
-    A repeated message receives the same reply or, if its response is masked, or seeded and the
-    client has trained since, an error; nothing is charged twice. A client handles one message at a
-    time, in any process or thread.
+    A repeated message receives the same reply, or an error if its response is masked, or if it is
+    seeded and the client has trained since; nothing is charged twice. A client handles one message
+    at a time, in any process or thread.
     """
     app = ClientApp(mods=list(mods))
 

@@ -45,7 +45,7 @@ class _Drawn:
     samples: Shard
 
     def is_of(self, state: Tensors, streams: RandomStreams) -> bool:
-        """Return whether the samples are of this very state."""
+        """Return whether the samples were drawn from this state with these streams."""
         return (
             self.streams == streams
             and len(self.state) == len(state)
@@ -123,7 +123,7 @@ class WarmUp:
                 part(state, "first"), responses, round_, first_streams
             )
             return {**state, **concat_parts(first=updated)}
-        self._drawn.clear()  # no server round follows
+        self._drawn.clear()  # they are not used again
         updated = self.then.server.update(
             part(state, "then"), responses, round_ - self.first_round, streams
         )
