@@ -351,7 +351,7 @@ def test_missing_data_without_a_network(
     monkeypatch.setattr(mnist, "download_and_extract_archive", unreachable)
     command = ["train", *TINY, "data=fashion_mnist", f"data.root={tmp_path}"]
     assert cli.run([*command, f"run_dir={tmp_path / 'run'}"]) == 2
-    assert one_line(capsys).startswith("fedgen: data.root: fashion_mnist is neither in")
+    assert one_line(capsys).startswith("fedgen: data.root: FashionMNIST is not in")
     for name in ("femnist", "celeba"):
         command = ["train", *TINY, f"data={name}", f"data.root={tmp_path}"]
         assert cli.run([*command, f"run_dir={tmp_path / 'run'}"]) == 2

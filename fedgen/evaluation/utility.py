@@ -132,9 +132,7 @@ def network(
         net.load_state_dict(kept)
 
     def predict(images: Images) -> Labels:
-        logits = _logits(net, torch.from_numpy(images.copy()).to(device))
-        predictions: Labels = logits.argmax(1).cpu().numpy()
-        return predictions
+        return _logits(net, torch.from_numpy(images.copy()).to(device)).argmax(1).cpu().numpy()
 
     return predict
 

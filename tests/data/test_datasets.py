@@ -298,7 +298,7 @@ def test_pickled_data_is_never_loaded(tmp_path: Path, streams: RandomStreams) ->
 
 @pytest.mark.skipif(not REAL, reason="needs the real data in FEDGEN_DATA")
 def test_the_real_data_sets(streams: RandomStreams) -> None:
-    mnist = torchvision_set("mnist", None, "MNIST")
+    mnist = torchvision_set(None, "MNIST")
     assert mnist.images.shape == (60000, 1, 28, 28)
     assert mnist.writers is not None
     assert len(set(mnist.writers)) == 539

@@ -45,7 +45,7 @@ class _Drawn:
     samples: Shard
 
     def is_of(self, state: Tensors, streams: RandomStreams) -> bool:
-        """Return whether the samples were drawn from this state with these streams."""
+        """Return whether these are the samples of this state by these streams."""
         return (
             self.streams == streams
             and len(self.state) == len(state)
