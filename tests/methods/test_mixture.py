@@ -261,8 +261,7 @@ def drawn(method: Method, state: dict[str, Tensor], count: int = 400) -> tuple[T
     return method.server.sample(method.server.generator(state), labels, STREAMS), labels
 
 
-@kills("fedgen/methods/mixture.py", "if self.has_pixels:\n", "if False:\n")
-@kills("fedgen/methods/mixture.py", "LEVELS) * pixels**0.5", "LEVELS)")
+@kills("fedgen/methods/mixture.py", "shares / records, noise)", "1 - shares / records, noise)")
 @pytest.mark.parametrize("classifier", ["none", "ridge"])
 def test_pixels_have_the_distribution_of_their_position(classifier: str) -> None:
     """Images are black or white at each pixel, with probabilities that differ between pixels."""
@@ -281,6 +280,7 @@ def test_pixels_have_the_distribution_of_their_position(classifier: str) -> None
 
 
 @kills("fedgen/methods/mixture.py", "(*self.shape, PIXEL_QUANTILES)", "(*self.shape, 1)")
+@kills("fedgen/methods/mixture.py", "if self.has_pixels:\n", "if False:\n")
 def test_a_published_generator_with_pixels_is_loaded(tmp_path: Path) -> None:
     words = ["method=mixture_small", *tiny("mixture_small"), "method.pixel_share=0.05"]
     path = train.train(compose("config", [*words, "evaluation=none", f"run_dir={tmp_path}/run"]))
