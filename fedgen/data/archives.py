@@ -1,11 +1,10 @@
-"""Archives in the format of ``dataset_tool`` (StyleGAN, EDM), which DPImageBench uses, too: a
-``.zip`` of image files, and ``dataset.json`` with the label of each."""
+"""Read image archives in the format of ``dataset_tool`` (StyleGAN, EDM), which DPImageBench uses
+too: a ``.zip`` of image files, and ``dataset.json`` with the label of each."""
 
 from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,11 @@ from fedgen.data.images import Channels, ReadOptions, Side, read_images
 from fedgen.data.labels import to_numbers, validate_names
 from fedgen.data.npz import moves_if_sorted
 from fedgen.errors import FedgenError
-from fedgen.storage.io import parse_json
+from fedgen.storage.io import parse_json, read_member
+from fedgen.verify import UNREADABLE
 
 _LABELS = "dataset.json"
 _MAX_LABELS, _MAX_IMAGE = 2**26, 2**26  # bytes
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others are decompressed without a limit
 _MAX_FILES = 10**7
 
 
@@ -86,7 +85,7 @@ class _Member:
 
     def open(self, mode: Literal["rb"], /) -> IO[bytes]:
         """Return its bytes as a stream."""
-        return io.BytesIO(_member(self.archive, self.name, _MAX_IMAGE))
+        return io.BytesIO(read_member(self.archive, self.name, _MAX_IMAGE))
 
 
 def _read(
@@ -104,7 +103,7 @@ def _read(
         with zipfile.ZipFile(file) as archive:
             if len(archive.namelist()) > _MAX_FILES:
                 raise ValueError(f"more than {_MAX_FILES:,} files")
-            pairs = _pairs(parse_json(_member(archive, _LABELS, _MAX_LABELS).decode()))
+            pairs = _pairs(parse_json(read_member(archive, _LABELS, _MAX_LABELS).decode()))
             sources = [(name, _Member(archive, name)) for name, _ in pairs]
             if missing := {name for name, _ in pairs}.difference(archive.namelist()):
                 raise ValueError(f"{_LABELS} lists {min(missing)[:100]!r}, which it lacks")
@@ -112,15 +111,12 @@ def _read(
     except FileNotFoundError as error:
         remedy = "give a path relative to the working directory or to data.root"
         raise FedgenError(key, f"there is no {file}", remedy) from error
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, *_BROKEN) as error:
+    except (KeyError, ValueError, *UNREADABLE) as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         problem = f"{file} is not a readable archive of images ({reason})"
         raise FedgenError(key, problem, f"write it with {_LABELS}, as dataset_tool does") from error
     numbers = np.array([label for _, label in pairs])
     return images, to_numbers(f"{file}, {_LABELS}", numbers, classes, names)
-
-
-_BROKEN = (zlib.error, EOFError, MemoryError, RuntimeError, NotImplementedError)
 
 
 def _pairs(listing: object) -> list[tuple[str, int]]:
@@ -139,15 +135,3 @@ def _pairs(listing: object) -> list[tuple[str, int]]:
     if len({name for name, _ in entries}) < len(entries):
         raise ValueError(f"{_LABELS} lists an image twice")
     return [(name, label) for name, label in entries]
-
-
-def _member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
-    """Return the bytes of a member of limited size."""
-    info = archive.getinfo(name)
-    if info.compress_type not in _METHODS:
-        raise ValueError(f"{name[:100]!r} is neither stored nor deflated")
-    with archive.open(info) as opened:
-        content = opened.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{name[:100]!r} exceeds {limit:,} bytes")
-    return content

@@ -1,4 +1,4 @@
-"""Camelyon17 as distributed by WILDS (Koh et al., ICML 2021), from the user's copy: patches of
+"""Read Camelyon17 as distributed by WILDS (Koh et al., ICML 2021), from the user's copy: patches of
 lymph nodes from five hospitals."""
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from omegaconf import DictConfig
 
@@ -161,11 +162,25 @@ MEDMNIST = {
 """Name -> facts (MedMNIST v2; Yang et al. 2023)."""
 
 
-CATALOGUE: Mapping[object, Mapping[str, Facts | MedMnistFacts]] = {
+F = TypeVar("F", Facts, MedMnistFacts, Facts | MedMnistFacts)
+CATALOGUE: Mapping[str, Mapping[str, Facts | MedMnistFacts]] = {
     "torchvision": TORCHVISION,
     "medmnist": MEDMNIST,
 }
 """Reader (``data.type``) -> name (``data.name``) -> facts."""
+
+
+def facts_of(table: Mapping[str, F], name: object) -> F:
+    """Return the facts of a data set by name.
+
+    Raises:
+        FedgenError: for an unknown name.
+    """
+    if not isinstance(name, str) or name not in table:
+        similar = difflib.get_close_matches(str(name).lower(), map(str.lower, table), 1)
+        choices = [known for known in table if known.lower() in similar] or list(table)
+        raise FedgenError("data.name", f"there is no {name!r}", f"choose {', '.join(choices)}")
+    return table[name]
 
 
 def public_rows_of(reader: object, name: object) -> int | None:
@@ -179,20 +194,16 @@ def public_rows_of(reader: object, name: object) -> int | None:
     Raises:
         FedgenError: for an unknown name.
     """
-    table = CATALOGUE.get(reader)
-    if table is None:
+    if not isinstance(reader, str) or reader not in CATALOGUE:
         return None
-    if name not in table:
-        similar = difflib.get_close_matches(str(name).lower(), map(str.lower, table), 1)
-        choices = [known for known in table if known.lower() in similar] or list(table)
-        raise FedgenError("data.name", f"there is no {name!r}", f"choose {', '.join(choices)}")
-    return table[str(name)].rows
+    return facts_of(CATALOGUE[reader], name).rows
 
 
 def data_label(config: DictConfig) -> str:
     """Return a short name of the data set of a run: that of a named set, or the option of the group
     ``data``."""
-    option, name = str(config.names.data), config.data.get("name")
-    if option not in CATALOGUE or name not in CATALOGUE[option]:
+    option = str(config.names.data)
+    if option not in CATALOGUE:
         return option
-    return TORCHVISION[name].file if name in TORCHVISION else str(name)
+    name = str(config.data.name)
+    return TORCHVISION[name].file if name in TORCHVISION else name

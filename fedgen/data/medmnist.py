@@ -1,4 +1,4 @@
-"""MedMNIST's sets of 2D medical images, from the user's own copy.
+"""Read MedMNIST's sets of 2D medical images, from the user's own copy.
 
 Yang et al., MedMNIST v2, Scientific Data 2023.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fedgen.data.catalogue import MEDMNIST
+from fedgen.data.catalogue import MEDMNIST, facts_of
 from fedgen.data.datasets import Dataset, data_root
 from fedgen.data.images import Channels, convert_dataset
 from fedgen.data.npz import from_npz
@@ -30,12 +30,12 @@ def medmnist(
         name: key of ``catalogue.MEDMNIST``.
         size: side of the images, which selects the file.
         channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
-        label: finding, for ``chestmnist`` alone; several: all combinations (``labels.combine``).
+        label: finding, only for ``chestmnist``; several: all combinations (``labels.combine``).
 
     Raises:
         FedgenError: if the file is missing or invalid, and for an unknown finding.
     """
-    facts = MEDMNIST[name]
+    facts = facts_of(MEDMNIST, name)
     file = data_root(root) / f"{name}{'' if size == 28 else f'_{size}'}.npz"
     if not file.exists():
         remedy = "download it from medmnist.com, or set data.root to its folder"
@@ -54,14 +54,11 @@ def medmnist(
 
 
 def _findings(name: str, label: str | Sequence[str] | None) -> list[str]:
-    findings, known = (
-        [label] if isinstance(label, str) else list(label or []),
-        MEDMNIST[name].labels,
-    )
-    unknown = [finding for finding in findings if finding not in known]
-    if not findings or unknown:
-        problem = (
-            f"{name} has no finding {', '.join(unknown)}" if unknown else f"is not set for {name}"
-        )
-        raise FedgenError("data.label", problem, f"choose from {', '.join(known)}")
+    known = MEDMNIST[name].labels
+    findings = [label] if isinstance(label, str) else list(label or [])
+    remedy = f"choose from {', '.join(known)}"
+    if not findings:
+        raise FedgenError("data.label", f"is not set for {name}", remedy)
+    if unknown := [finding for finding in findings if finding not in known]:
+        raise FedgenError("data.label", f"{name} has no finding {', '.join(unknown)}", remedy)
     return findings

@@ -129,16 +129,17 @@ def _listed_file(table: Path, path: PurePosixPath, where: str) -> Path:
     if path.is_absolute() or ".." in path.parts or "\0" in str(path) or not path.parts:
         problem = f"{where} is not a file below the table's folder"
         raise FedgenError("data.path", problem, "give paths from there")
+    unreadable = FedgenError("data.path", f"{where} is not a file", "remove the line")
     try:
         file = (table.parent / path).resolve()
         exists = file.is_file()
-    except (OSError, RuntimeError, ValueError):  # e.g. a circular link, or too long a name
-        file, exists = table.parent.resolve() / "unreadable", False
+    except (OSError, RuntimeError, ValueError) as error:  # e.g. a circular link, or a long name
+        raise unreadable from error
     if table.parent.resolve() not in file.parents:
         problem = f"{where} is outside the table's folder"
         raise FedgenError("data.path", problem, "copy the image there")
     if not exists:
-        raise FedgenError("data.path", f"{where} is not a file", "remove the line")
+        raise unreadable
     return file
 
 

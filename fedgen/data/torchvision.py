@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedgen.data.catalogue import TORCHVISION
+from fedgen.data.catalogue import TORCHVISION, facts_of
 from fedgen.data.datasets import (
     Dataset,
     ExampleKeys,
@@ -26,8 +26,8 @@ from fedgen.data.npz import from_npz, moves_if_sorted
 from fedgen.errors import FedgenError
 from fedgen.storage.io import user_umask
 
-_BY_SPLIT = {"SVHN": "test", "STL10": "test", "PCAM": "test", "GTSRB": "test", "Food101": "test"}
-_TEST_SPLITS = {**_BY_SPLIT, "Imagenette": "val"}
+_TEST_SPLITS = dict.fromkeys(("SVHN", "STL10", "PCAM", "GTSRB", "Food101"), "test")
+_TEST_SPLITS |= {"Imagenette": "val"}
 _LABEL_NAMES = ("CIFAR10", "CIFAR100", "STL10", "EuroSAT", "Food101", "Imagenette")
 _EUROSAT_TRAINING = (23, 27)  # 23,000 of 27,000 images
 
@@ -49,17 +49,17 @@ def torchvision_set(
         name: key of ``catalogue.TORCHVISION``.
         size: crop images to a square and resize them to this many pixels; None: unchanged.
         channels: 1: convert to grey; 3: convert to RGB; None: unchanged.
-        kind: key in runs of 0.1.0, whose ``name`` was another.
+        kind: key in runs of 0.1.0, which used other names.
 
     Raises:
         FedgenError: if there are no files, and for images that differ in size.
     """
     name = kind or name
-    facts, folder = TORCHVISION[name], data_root(root)
-    if name == "PCAM" and find_spec("h5py") is None:
-        raise FedgenError("data.name", "PCAM requires h5py", "pip install h5py")
+    facts, folder = facts_of(TORCHVISION, name), data_root(root)
     if (file := folder / f"{facts.file}.npz").exists():
         return convert_dataset(from_npz(facts.file, file, facts.classes), size, channels)
+    if name == "PCAM" and find_spec("h5py") is None:
+        raise FedgenError("data.name", "PCAM requires h5py", "pip install h5py")
     try:
         with user_umask():
             parts = _load(name, folder)
@@ -69,16 +69,16 @@ def torchvision_set(
             f"{name} is not in {folder}, and the download failed ({_reason(error)})",
             f"put {facts.file}.npz or torchvision's files there, or connect to a network",
         ) from error
-    except Exception as error:  # parsers of damaged files may raise anything
-        problem = f"{name} in {folder} cannot be read ({_reason(error)})"
-        raise FedgenError("data.root", problem, "download it again") from error
-    try:
-        arrays = [_read(part, name, size, channels) for part in parts]
-    except FedgenError:
+    except MemoryError:
         raise
     except Exception as error:
-        problem = f"{name} in {folder} cannot be read ({_reason(error)})"
-        raise FedgenError("data.root", problem, "download it again") from error
+        raise _damaged(name, folder, error) from error
+    try:
+        arrays = [_read(part, name, size, channels) for part in parts]
+    except (FedgenError, MemoryError):
+        raise
+    except Exception as error:
+        raise _damaged(name, folder, error) from error
     if name == "EuroSAT":
         arrays = _split_eurosat(*arrays[0])
     (images, labels), (test_images, test_labels) = arrays
@@ -98,6 +98,12 @@ def torchvision_set(
     )
 
 
+def _damaged(name: str, folder: Path, error: Exception) -> FedgenError:
+    """Return the error for files that cannot be read: their parsers may raise anything."""
+    problem = f"{name} in {folder} cannot be read ({_reason(error)})"
+    return FedgenError("data.root", problem, "download it again")
+
+
 def _reason(error: Exception) -> str:
     """Return the first line of an error."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -114,9 +120,9 @@ def _load(name: str, folder: Path) -> list[Any]:
     if name in _TEST_SPLITS:
         splits = ("train", _TEST_SPLITS[name])
         return [load(str(folder), split=part, download=True) for part in splits]
-    of_split = {"split": split} if split else {}
+    argument = {"split": split} if split else {}
     return [
-        load(str(folder), train=is_train, download=True, **of_split) for is_train in (True, False)
+        load(str(folder), train=is_train, download=True, **argument) for is_train in (True, False)
     ]
 
 

@@ -46,8 +46,7 @@ _ADAM: dict[str, Any] = {  # torch.optim.Adam's
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     **{"amsgrad": False, "maximize": False},
 }
-_NETWORK_DEFAULTS = {"width": 1, "groups": 1, "dropout": 0.0}
-_NETWORK_ARGUMENTS = ("architecture", "depth", *_NETWORK_DEFAULTS)
+_NETWORK_ARGUMENTS = ("architecture", "depth", "width", "groups", "dropout")
 _LOGITS_AT_ONCE = 500  # images
 _TIMED = 64  # batch size of the timed step
 _CHUNK = 64  # images per pass: activations fit in CPU caches
@@ -243,12 +242,10 @@ def expected_seconds(fits: Sequence[Fit]) -> float:
     for name in seconds:
         fit = next(fit for fit in missing if fit.name == name)
         images, labels = (torch.from_numpy(rows[:_TIMED].copy()) for rows in fit.rows)
-        shape, arguments = tuple(images.shape[1:]), {**_NETWORK_DEFAULTS, **fit.settings}
-        device = "cpu"
-        if "architecture" in arguments:
-            net = residual_network(
-                shape, fit.classes, **{name: arguments[name] for name in _NETWORK_ARGUMENTS}
-            )
+        shape, device = tuple(images.shape[1:]), "cpu"
+        if "architecture" in fit.settings:
+            arguments = {k: v for k, v in fit.settings.items() if k in _NETWORK_ARGUMENTS}
+            net = residual_network(shape, fit.classes, **arguments)
             device = "cuda" if torch.cuda.is_available() else "cpu"
         else:
             net = small_cnn(shape, fit.classes)

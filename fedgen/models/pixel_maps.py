@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LEVELS = 8  # coarse levels of a noisy histogram
-_FINE = 8  # fine levels per coarse level
 QUANTILES = 64  # entries of the map of a pixel
 _PRIOR_WEIGHT = 0.01  # of the pooled histogram, for the shape within a coarse level
 
@@ -25,12 +24,13 @@ def pixel_map(
     Args:
         raw: pixels of samples, of any range (n, c, h, w).
         mapped: the same in [0, 1], with intensities by ranks among all pixels.
-        histogram: shares of fine intensity levels in all pixels (c, fine levels).
+        histogram: shares of fine intensity levels in all pixels (c, fine levels), a multiple of
+            ``LEVELS``.
         noisy: shares of the levels of each pixel, with noise (c, h, w, levels).
         noise: standard deviation of the noise in each of these.
     """
-    fine = _histograms(mapped, LEVELS * _FINE)
-    coarse = torch.unflatten(fine, -1, (LEVELS, _FINE)).sum(-1)
+    fine = _histograms(mapped, histogram.shape[1])
+    coarse = torch.unflatten(fine, -1, (LEVELS, -1)).sum(-1)
     variance = noise**2 + coarse * (1 - coarse) / len(raw)
     difference = noisy - coarse
     # local variance of the difference, in excess of that of the noise
@@ -40,7 +40,7 @@ def pixel_map(
     target = (coarse + weight * difference).clamp(min=0)
     target /= target.sum(-1, keepdim=True).clamp(min=1e-9)
     prior = _PRIOR_WEIGHT * histogram[:, None, None]
-    within = torch.unflatten(fine + prior, -1, (LEVELS, _FINE))
+    within = torch.unflatten(fine + prior, -1, (LEVELS, -1))
     shares = within / within.sum(-1, keepdim=True).clamp(min=1e-12) * target[..., None]
     ranks = (torch.arange(QUANTILES) + 0.5) / QUANTILES
     ascending = raw.permute(1, 2, 3, 0).sort(-1).values

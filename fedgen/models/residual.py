@@ -36,12 +36,12 @@ def residual_network(
     classes: int,
     architecture: Architecture,
     depth: int,
-    width: int,
-    groups: int,
-    dropout: float,
+    width: int = 1,
+    groups: int = 1,
+    dropout: float = 0.0,
 ) -> nn.Module:
-    """Return a network of one of the architectures, which use those of the arguments that they
-    have."""
+    """Return a network of one of the architectures, each with those of the arguments that it
+    has."""
     if architecture == "resnet":
         return resnet(shape, classes, depth)
     if architecture == "wide_resnet":
@@ -59,7 +59,7 @@ def resnet(shape: tuple[int, ...], classes: int, depth: int = 110) -> nn.Module:
         depth: 6 n + 2 layers.
     """
     stem = [_conv3x3(shape[0], 16), nn.BatchNorm2d(16), nn.ReLU()]
-    return _network(stem, 16, (16, 32, 64), _blocks(depth, 2, 6), _basic_block, [], classes)
+    return _network(stem, 16, (16, 32, 64), _blocks("resnet", depth), _basic_block, [], classes)
 
 
 def wide_resnet(
@@ -81,7 +81,7 @@ def wide_resnet(
         return _PreActivationBlock(inputs, outputs, stride, dropout)
 
     stem = [_conv3x3(shape[0], 16)]
-    return _network(stem, 16, widths, _blocks(depth, 4, 6), block, head, classes)
+    return _network(stem, 16, widths, _blocks("wide_resnet", depth), block, head, classes)
 
 
 def resnext(
@@ -109,11 +109,13 @@ def resnext(
 
     stem = [_conv3x3(shape[0], 64), nn.BatchNorm2d(64), nn.ReLU()]
     widths = (64 * width, 128 * width, 256 * width)
-    return _network(stem, 64, widths, (depth - 2) // 9, block, [], classes)
+    return _network(stem, 64, widths, _blocks("resnext", depth), block, [], classes)
 
 
-def _blocks(depth: int, offset: int, layers: int) -> int:
-    return (depth - offset) // layers
+def _blocks(architecture: Architecture, depth: int) -> int:
+    """Return the number of blocks per stage."""
+    factor, offset = _DEPTHS[architecture]
+    return (depth - offset) // factor
 
 
 def _network(

@@ -17,6 +17,9 @@ from fedgen.errors import FedgenError
 from fedgen.privacy.events import Unit
 from fedgen.storage.io import digest, read_json
 
+_YOUNGER_SETTINGS = ("pixel_share",)
+"""Settings of methods that are younger than seeds that people use: null leaves their noise."""
+
 
 def noise_domain(
     config: DictConfig, held: Dataset, shards: list[Index], noise_multiplier: float | None
@@ -35,12 +38,13 @@ def noise_domain(
     settings["privacy"].pop("budget_epsilon", None)  # only decides whether a run is refused
     if settings["privacy"].get("target_tpr") is None:
         settings["privacy"].pop("at_fpr", None)
-    for name in TARGETS[1:]:  # younger than seeds that people use
+    for name in TARGETS[1:]:  # younger as well
         if settings["privacy"].get(name) is None:
             settings["privacy"].pop(name, None)
-    for method in (settings["method"], settings["warm_up"]["method"]):
-        if method and method.get("pixel_share") is None:
-            method.pop("pixel_share", None)  # also younger than seeds
+    for method in (settings["method"], settings["warm_up"]["method"] or {}):
+        for name in _YOUNGER_SETTINGS:
+            if method.get(name) is None:
+                method.pop(name, None)
     domain_inputs = [
         settings.get(key) for key in ("method", "privacy", "partition", "rounds", "start")
     ]

@@ -345,6 +345,27 @@ def check_no_links(folder: Path, key: str) -> None:
                     raise FedgenError(key, f"{path} is not a file", "move it elsewhere")
 
 
+PLAIN_ZIP = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""Compression of members of archives that are read: others are decompressed without a limit."""
+
+
+def read_member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    """Return the bytes of a member of an archive of others.
+
+    Raises:
+        KeyError: if there is none.
+        ValueError: for more than ``limit`` bytes, and another compression than ``PLAIN_ZIP``.
+        Errors of ``fedgen.verify.UNREADABLE``: if it is damaged or encrypted.
+    """
+    member = archive.getinfo(name)
+    if member.compress_type not in PLAIN_ZIP:
+        raise ValueError(f"{name[:100]!r} is neither stored nor deflated")
+    if member.file_size > limit:
+        raise ValueError(f"{name[:100]!r} exceeds {limit:,} bytes")
+    with archive.open(member) as opened:
+        return opened.read(limit)
+
+
 def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
     """Read the arrays of an npz file, or the named ones, without unpickling.
 
@@ -354,11 +375,20 @@ def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[s
         OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile: if it is invalid.
         MemoryError: if it would take more than half of the available memory.
     """
+    try:
+        return _read_arrays(opened, names)
+    except (RuntimeError, zlib.error) as error:  # encrypted, unknown compression, or damaged
+        raise ValueError(str(error)) from error
+
+
+def _read_arrays(opened: IO[bytes], names: Iterable[str] | None) -> dict[str, NDArray[Any]]:
     with zipfile.ZipFile(opened) as archive:
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         wanted = {name: members[name] for name in (members if names is None else names)}
         if any(member.flag_bits & 1 for member in wanted.values()):
             raise ValueError("it is encrypted")
+        if any(member.compress_type not in PLAIN_ZIP for member in wanted.values()):
+            raise ValueError("it is neither stored nor deflated")
         size = sum(member.file_size for member in wanted.values())
         if size > _LARGE and size > _MOST_INFLATED * sum(e.compress_size for e in wanted.values()):
             raise ValueError(f"it would inflate to {size:,} bytes")
@@ -368,11 +398,8 @@ def read_arrays(opened: IO[bytes], names: Iterable[str] | None = None) -> dict[s
             with archive.open(member) as array:
                 _check_array(name, array, member.file_size)
     opened.seek(0)
-    try:
-        with np.load(opened, allow_pickle=False) as loaded:
-            return {name: loaded[name] for name in wanted}
-    except (RuntimeError, NotImplementedError, zlib.error) as error:  # unknown, or damaged
-        raise ValueError(str(error)) from error
+    with np.load(opened, allow_pickle=False) as loaded:
+        return {name: loaded[name] for name in wanted}
 
 
 def _check_array(name: str, array: IO[bytes], size: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedgen.errors import FedgenError
+from fedgen.storage.io import PLAIN_ZIP
 from fedgen.verify import FILES, LIMITS, MANIFEST, OPTIONAL, UNREADABLE
 
 _KNOWN = {*FILES, *OPTIONAL, MANIFEST}
@@ -50,7 +51,7 @@ def _unpack(path: Path, folder: Path) -> None:
                 raise ValueError(f"it contains {member.filename!r}")
             if member.file_size > LIMITS.get(name, _LARGEST):
                 raise ValueError(f"{name} is too large")
-            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            if member.compress_type not in PLAIN_ZIP:
                 raise ValueError(f"{name} is compressed in another way")
             with archive.open(member) as source, (folder / name).open("wb") as copy:
                 while part := source.read(_PART):

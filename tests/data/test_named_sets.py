@@ -33,7 +33,7 @@ Patch = pytest.MonkeyPatch
 
 
 def pictures(count: int, *shape: int) -> Images:
-    """Return images (count, *shape) whose pixels differ from each other's."""
+    """Return images (count, *shape) of random pixels."""
     return np.random.default_rng(count).integers(0, 256, (count, *shape), np.uint8)
 
 
@@ -243,6 +243,12 @@ def test_files_that_are_missing_or_damaged_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "gtsrb/GTSRB/Training/00000/00000_00000.ppm").write_bytes(b"P6 nonsense")
     with pytest.raises(FedgenError, match=r"data\.root: GTSRB in .* cannot be read"):
         torchvision_set(str(tmp_path), "GTSRB", size=16)
+
+
+def test_names_in_a_run_directory_may_be_altered(tmp_path: Path) -> None:
+    for read in (torchvision_set, medmnist):
+        with pytest.raises(FedgenError, match=r"data\.name: there is no '\.\./mnist'"):
+            read(str(tmp_path), "../mnist")
 
 
 def test_facts_come_with_the_name() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mutation import kills
 from tiny import STREAMS, Train
 
 from fedgen import cli
@@ -175,6 +177,27 @@ def test_samples_outside_of_the_unit_interval_are_refused(
     np.savez(tmp_path / "gen.npz", x=images, y=np.arange(20) % 10)
     assert cli.run(["evaluate", f"samples={tmp_path}/gen.npz", "data=digits"]) == 2
     assert capsys.readouterr().err.startswith("fedgen: samples: ")
+
+
+@kills("fedgen/storage/io.py", "if any(member.compress_type not in PLAIN_ZIP", "if any(False")
+def test_damaged_files_and_other_compression_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bzip2 inflates without a limit."""
+    path = tmp_path / "gen.npz"
+    np.savez_compressed(path, images=np.ones((20, 1, 8, 8), np.uint8), labels=np.arange(20) % 10)
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        arrays = {member.filename: archive.read(member) for member in archive.infolist()}
+    content[62:72] = b"\xff" * 10  # after the header of the first member
+    path.write_bytes(bytes(content))
+    assert cli.run(["evaluate", f"samples={path}", "data=digits"]) == 2
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        for name, array in arrays.items():
+            archive.writestr(name, array)
+    assert cli.run(["evaluate", f"samples={path}", "data=digits"]) == 2
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert len(lines) == 2 and all(line.startswith("fedgen: samples: ") for line in lines)
 
 
 def test_the_order_of_a_file_does_not_matter(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_residual_networks_learn_real_digits_and_repeat(
         decay_every=3,
     )
     assert right(learn(*REAL, 10, 0, epochs=4)) > 0.9
-    few = DATA.images[:65], DATA.labels[:65]  # the last batch has one image less than two
+    few = DATA.images[:70], DATA.labels[:70]  # the last batch has one image and is skipped
     first, again = (learn(*few, 10, 3, epochs=1)(DATA.test_images) for _ in range(2))
     assert np.array_equal(first, again)
 
@@ -83,7 +83,7 @@ def test_residual_networks_learn_real_digits_and_repeat(
     "held, rows = order, order",
 )
 def test_held_out_samples_train_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of twelve chooses the epoch."""
+    """One in twelve selects the epoch."""
     seen: list[tuple[bool, torch.Tensor]] = []
 
     class Recorded(torch.nn.Module):

@@ -24,7 +24,8 @@ def histograms(images: Tensor) -> Tensor:
     return torch.stack([(level == number).float().mean(0) for number in range(LEVELS)], -1)
 
 
-def flat(images: Tensor) -> Tensor:
+def pooled(images: Tensor) -> Tensor:
+    """Return the shares of fine levels in all pixels (c, levels)."""
     level = (images * (8 * LEVELS - 1e-3)).long()
     shares = [(level == number).float().mean() for number in range(8 * LEVELS)]
     return torch.stack(shares)[None]
@@ -35,7 +36,7 @@ def test_a_histogram_without_information_changes_hardly_anything() -> None:
     noisy = histograms(mapped) + 5 * torch.randn(
         (*SHAPE, LEVELS), generator=torch.Generator().manual_seed(1)
     )
-    drawn, meant = pixel_map(raw, mapped, flat(mapped), noisy, 1e3)
+    drawn, meant = pixel_map(raw, mapped, pooled(mapped), noisy, 1e3)
     assert float((map_pixels(raw, drawn, meant) - mapped).abs().mean()) < 0.01
 
 
@@ -43,7 +44,7 @@ def test_a_histogram_without_information_changes_hardly_anything() -> None:
 def test_an_exact_histogram_is_that_of_the_result(shift: float) -> None:
     raw, mapped = samples()
     target = histograms((mapped + shift).clamp(0, 1))
-    drawn, meant = pixel_map(raw, mapped, flat(mapped), target, 1e-6)
+    drawn, meant = pixel_map(raw, mapped, pooled(mapped), target, 1e-6)
     result = histograms(map_pixels(raw, drawn, meant))
     assert float((result - target).abs().max()) < 0.03
     assert float((histograms(mapped) - target).abs().max()) > 0.15
@@ -55,7 +56,7 @@ def test_noise_is_shrunk() -> None:
     truth = histograms((mapped + 0.05).clamp(0, 1))
     noise = 0.04
     noisy = truth + noise * torch.randn(truth.shape, generator=torch.Generator().manual_seed(2))
-    drawn, meant = pixel_map(raw, mapped, flat(mapped), noisy, noise)
+    drawn, meant = pixel_map(raw, mapped, pooled(mapped), noisy, noise)
     errors = [
         float((each - truth).square().mean())
         for each in (histograms(map_pixels(raw, drawn, meant)), histograms(mapped), noisy)

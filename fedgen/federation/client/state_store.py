@@ -145,8 +145,8 @@ class ClientStore:
             self._delete(client, entry, replaced)
 
     def keep(self, client: int, tag: int, confirmed: int) -> None:
-        """Retain the current state under a tag, and ``confirmed``, the last tag whose reply the
-        server received; no others. A repeated or outdated call does nothing."""
+        """Retain the current state under a tag, and that of ``confirmed``, the last tag for which
+        the server received a reply; no others. A repeated or outdated call does nothing."""
         entry = self._entry(client)
         if any(int(existing) >= tag for existing in entry.kept):
             return

@@ -1,8 +1,8 @@
 """Pre-training: a method whose networks first learn from the samples of another method.
 
     first    releases at their own noise multiplier
-    then     server rounds: the server runs the second method as a single client without noise,
-             whose records are samples of the first. PSG initializes its set with such samples
+    then     server rounds: the server runs the second method as a single client without noise, on
+             samples of the first in place of records. PSG initializes its set with such samples
     last     rounds of the second method
 
 One run, one ledger, one ε: the releases of both phases compose, and the server rounds between are
@@ -57,7 +57,7 @@ class _Drawn:
 class WarmUp:
     """Two methods in succession.
 
-    reference: ``then`` without noise for one client whose batches contain all records.
+    reference: ``then`` without noise for one client, with all records in each batch.
     rounds: server rounds between the two.
     batch: samples per server round, chosen from all samples.
     """
